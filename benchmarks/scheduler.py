@@ -161,7 +161,7 @@ class Load:
 
     def cancel(self) -> float:
         """Somebody leaves: any request, old or new, waiting or not."""
-        alive = self._scheduler._pool.sequences
+        alive = self._scheduler.pool.sequences
         while (name := f"q{self._rng.randint(1, self._number)}") not in alive:
             pass
         return self._tell(Cancel(name))

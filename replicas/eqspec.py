@@ -166,13 +166,13 @@ def _verify(
     if hooks is not None:
         _adjust(hooks, proposal, widths, out.logits)
     logits = out.logits.view(*checked.shape, -1)
-    chosen = _of_numbers(choose(logits, sampling, noise), logits, sampling)
+    chosen = of_numbers(choose(logits, sampling, noise), logits, sampling)
     if inside is not None:
         chosen = torch.full_like(tokens, _NO_TOKEN).masked_scatter_(inside, chosen)
     return chosen.tolist(), out.taps
 
 
-def _of_numbers(
+def of_numbers(
     chosen: torch.Tensor,  # [rows, width], int64
     logits: torch.Tensor,  # [rows, width, vocab]
     sampling: SamplingBatch,

@@ -66,17 +66,19 @@ class Replica:
         plan = plan or _plan(pair, config)
         self._device = pair.device
         self._work = plan.work
-        self._blocks = BlockAllocator(plan.kv_blocks, config.block_size)
+        self.blocks = BlockAllocator(plan.kv_blocks, config.block_size)
+        """Who has which KV blocks, of the target and of a draft model."""
         target, built = _built(pair, config, plan)
-        self._drafter = drafter = drafter or pair.drafter(config, plan)
+        self.drafter = drafter = drafter or pair.drafter(config, plan)
+        """None: it drafts nothing."""
         dtype = str(pair.dtype).removeprefix("torch.")
         identity = (pair.target_name, drafter.name if drafter else "", dtype, config.block_size)
-        self._residents = Residents(self._blocks, drafter, identity, config.prefix_sharing)
-        self._target: Model = target
+        self._residents = Residents(self.blocks, drafter, identity, config.prefix_sharing)
+        self.target: Model = target
         if config.fixed_shapes(pair.device):
             most = plan.work.draft_len
             widths = [1 + k for k in (0, *buckets(most))] if most else [1]
-            self._target = GraphedModel(target, plan.work.rows, widths, self.taps)
+            self.target = GraphedModel(target, plan.work.rows, widths, self.taps)
         self.broken: Exception | None = None
         """One device breaks with its process."""
         self.grammars: Grammars | None = None
@@ -86,15 +88,15 @@ class Replica:
             block_size=config.block_size,
             context_len=pair.context_len,
             vocab_size=pair.vocab_size,
-            embedding_size=self._target.vocab,
+            embedding_size=self.target.vocab,
             **_drafting(config, plan, drafter),
             rows_max=plan.rows_max,
             prefix_sharing=config.prefix_sharing,
-            reads_apart=self._target.backend.reads_apart,
+            reads_apart=self.target.backend.reads_apart,
             target=pair.target_name,
             device=str(pair.device),
             dtype=dtype,
-            attention=self._target.backend.name,
+            attention=self.target.backend.name,
             arithmetic=built,
             fingerprint=fingerprint(target, config),
         )
@@ -135,7 +137,7 @@ class Replica:
     @property
     def taps(self) -> tuple[int, ...]:
         """Hidden states of the target that the drafter wants to see."""
-        return () if self._drafter is None else self._drafter.taps
+        return () if self.drafter is None else self.drafter.taps
 
     @property
     def residents(self) -> tuple[str, ...]:
@@ -143,7 +145,7 @@ class Replica:
 
     @property
     def free_blocks(self) -> int:
-        return self._blocks.free_blocks
+        return self.blocks.free_blocks
 
     def check_integrity(self) -> None:
         """Blocks are whole, and what is still to fill lies within a resident's content."""
@@ -155,15 +157,15 @@ class Replica:
         of computing. Raises OutOfBlocks."""
         name = "logits of a content"
         last = len(content) - 1
-        self._blocks.grow(name, len(content))
+        self.blocks.grow(name, len(content))
         try:
-            table = self._blocks.table([name], self._device)
-            fill(self._target, [content], [(0, last)], table, self._work.pass_tokens)
-            layout = self._target.backend.step_layout(table, [last], 1).window(0, 1)
+            table = self.blocks.table([name], self._device)
+            fill(self.target, [content], [(0, last)], table, self._work.pass_tokens)
+            layout = self.target.backend.step_layout(table, [last], 1).window(0, 1)
             tokens = torch.tensor(content[-1:], device=self._device)
-            logits = self._target.forward(tokens, layout).logits
+            logits = self.target.forward(tokens, layout).logits
         finally:
-            self._blocks.release(name)
+            self.blocks.release(name)
         assert logits is not None
         return logits[0]
 
@@ -211,11 +213,11 @@ class Replica:
         """Fill the target's cache, show the drafter what was filled, and add to `told` what rows
         want to be told of their prompts."""
         for sequence_id, (begin, _) in zip(ids, ranges, strict=True):
-            assert begin >= self._blocks.frozen(sequence_id), f"{sequence_id}: shared blocks"
+            assert begin >= self.blocks.frozen(sequence_id), f"{sequence_id}: shared blocks"
         residents = [self._residents[sequence_id] for sequence_id in ids]
         contents = [resident.content for resident in residents]
-        table = self._blocks.table(ids, self._device)
-        drafter, most = self._drafter, self._work.pass_tokens
+        table = self.blocks.table(ids, self._device)
+        drafter, most = self.drafter, self._work.pass_tokens
         tells = any(resident.tells_of_prompt for resident in residents)
 
         def filled(rows: list[int], parts: list[TokenRange], out: Output) -> None:
@@ -232,7 +234,7 @@ class Replica:
         if tells:
             most = min(most, LOGITS_MOST)
         wants = Wants(logits=tells, taps=self.taps)
-        fill(self._target, contents, ranges, table, most, wants, filled)
+        fill(self.target, contents, ranges, table, most, wants, filled)
 
     # ------------------------------------------------------------------ speculate
 
@@ -243,7 +245,7 @@ class Replica:
         rows = [self._ready(row, batch.steps) for row in batch.rows]
         before = [resident.tokens_left for resident in rows]
         tallies = [Tally(batch.draft_len) for _ in rows]
-        table = self._blocks.table(ids, self._device)
+        table = self.blocks.table(ids, self._device)
         sampling = SamplingBatch.of([resident.sampling for resident in rows], self._device)
         own = read = done = 0
         hooks: DecodingRows | None = None
@@ -258,7 +260,7 @@ class Replica:
                 contents = [resident.content for resident in rows]
                 own += sum(map(len, contents)) + len(rows) * max(caps)
                 of_step = Ask(ids, contents, caps, sampling, table)
-                outcome = step(self._target, self._drafter, of_step, hooks, watch)
+                outcome = step(self.target, self.drafter, of_step, hooks, watch)
                 read += outcome.positions_read
                 ended = False
                 for index, (resident, tally) in enumerate(zip(rows, tallies, strict=True)):
@@ -271,8 +273,8 @@ class Replica:
         except BaseException:
             for row, resident, tokens_left in zip(batch.rows, rows, before, strict=True):
                 resident.roll_back(row.length, tokens_left)
-            if self._drafter is not None:
-                self._drafter.rollback(ids, [row.length for row in batch.rows])
+            if self.drafter is not None:
+                self.drafter.rollback(ids, [row.length for row in batch.rows])
             raise
         return StepResult(
             batch_id=batch.id,
@@ -311,9 +313,9 @@ class Replica:
             f" {len(resident.content)} are here"
         )
         assert resident.to_fill == 0, f"{row.sequence_id} is filled in part only"
-        assert self._blocks.frozen(row.sequence_id) <= resident.settled, "shared blocks"
+        assert self.blocks.frozen(row.sequence_id) <= resident.settled, "shared blocks"
         assert resident.tokens_left > 0, f"{row.sequence_id} has reached its limit"
-        assert row.draft_len == 0 or self._drafter is not None, "drafting needs a drafter"
+        assert row.draft_len == 0 or self.drafter is not None, "drafting needs a drafter"
         # The last token committed has no KV entry yet.
         most = min(steps * (row.draft_len + 1), resident.tokens_left)
         self._residents.own(row.sequence_id, row.blocks, row.length + most - 1)

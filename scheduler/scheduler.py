@@ -57,9 +57,10 @@ class Scheduler:
 
     def __init__(self, config: SchedulerConfig | None = None) -> None:
         self.config = config or SchedulerConfig()
-        self._pool = Pool(self.config)
+        self.pool = Pool(self.config)
+        """The books, to be read; events alone change them."""
         self._policy = DraftPolicy(self.config)
-        self._dispatcher = Dispatcher(self.config, self._pool, self._policy)
+        self._dispatcher = Dispatcher(self.config, self.pool, self._policy)
         self._now_s = 0.0
         self._handlers: dict[type, Callable[[Any, float], None]] = {
             Submit: self._submit,
@@ -83,7 +84,7 @@ class Scheduler:
         self._now_s = now_s
         try:
             self._handlers[type(event)](event, now_s)
-            for sequence in self._pool.overdue(now_s):
+            for sequence in self.pool.overdue(now_s):
                 self._finish(sequence, FinishReason.DEADLINE)
             for replica_id, sequence_ids in self._released.items():
                 self._out.append(Release(replica_id, tuple(sequence_ids)))
@@ -95,31 +96,31 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Asserts every invariant of the books; for tests, O(everything)."""
-        check_pool(self._pool)
+        check_pool(self.pool)
 
     def snapshot(self) -> PoolStatus:
         """The pool as it stands, O(replicas)."""
-        return pool_status(self._pool, self._now_s, self._policy)
+        return pool_status(self.pool, self._now_s, self._policy)
 
     @property
     def outstanding_tokens(self) -> int:
         """Tokens that accepted requests are expected to commit; as in `snapshot`, O(1)."""
-        return self._pool.outstanding_tokens
+        return self.pool.outstanding_tokens
 
     @property
     def expected_share(self) -> float:
         """The part of its limit that a request is expected to commit."""
-        return self._pool.expected_share
+        return self.pool.expected_share
 
     @property
     def waiting(self) -> int:
         """Requests that wait for a replica, O(1)."""
-        return len(self._pool.waiting)
+        return len(self.pool.waiting)
 
     # ----------------------------------------------------------------- events
 
     def _submit(self, event: Submit, now_s: float) -> None:
-        request, pool = event.request, self._pool
+        request, pool = event.request, self.pool
         refused = refusal(event, pool, now_s)
         if refused is not None:
             self._out.append(refused)
@@ -137,47 +138,47 @@ class Scheduler:
         self._dispatcher.offer(sequence)
 
     def _cancel(self, event: Cancel, now_s: float) -> None:
-        sequence = self._pool.sequences.get(event.request_id)
+        sequence = self.pool.sequences.get(event.request_id)
         if sequence is not None and sequence.live:
             self._finish(sequence, FinishReason.CANCELLED)
 
     def _replica_joined(self, event: ReplicaJoined, now_s: float) -> None:
-        if event.replica_id in self._pool.replicas:
+        if event.replica_id in self.pool.replicas:
             return
-        unchecked = not self._pool.specs
-        self._pool.join(event.replica_id, event.spec)
+        unchecked = not self.pool.specs
+        self.pool.join(event.replica_id, event.spec)
         self._policy.joined(event.replica_id, event.spec)
         if unchecked:
-            for sequence in list(self._pool.waiting.values()):
+            for sequence in list(self.pool.waiting.values()):
                 # Others came while no replica was known that could have refused them.
                 if sequence.checked:
                     continue
                 sequence.checked = True
                 try:
-                    check_servable(sequence.request, self._pool)
+                    check_servable(sequence.request, self.pool)
                 except InvalidRequest as error:
                     self._finish(sequence, FinishReason.FAILED, str(error))
         self._dispatcher.touch(event.replica_id)
 
     def _replica_draining(self, event: ReplicaDraining, now_s: float) -> None:
-        replica = self._pool.replicas.get(event.replica_id)
+        replica = self.pool.replicas.get(event.replica_id)
         if replica is None or replica.draining:
             return
-        self._pool.drain(replica)
+        self.pool.drain(replica)
         self._dispatcher.interrupt(replica, self._out)
         self._hand_back(replica)
         # A sequence that had reserved this replica may fit elsewhere.
         self._dispatcher.offer_to_all()
 
     def _replica_lost(self, event: ReplicaLost, now_s: float) -> None:
-        replica = self._pool.replicas.get(event.replica_id)
+        replica = self.pool.replicas.get(event.replica_id)
         if replica is None:
             return
         flights = list(replica.pipeline.batches.values())
         rows = [row for one in flights for row in one.rows if row.live]
         if event.by_batch:
             replica_died(rows, flights)
-        self._pool.lose(replica)
+        self.pool.lose(replica)
         if event.by_batch:
             in_flight = sum(len(one.rows) for one in flights)
             for sequence in rows:
@@ -203,11 +204,11 @@ class Scheduler:
         if batch.kind is BatchKind.SPECULATE:
             committed = self._commit(answers)
             if committed:
-                self._pool.rate.add(committed, now_s)
+                self.pool.rate.add(committed, now_s)
         else:
             begins = {row.sequence_id: row.begin for row in batch.prefill}
             for sequence, row in answers:
-                self._pool.filled(replica, sequence, row.reused)
+                self.pool.filled(replica, sequence, row.reused)
                 if row.extras:
                     self._out.append(Emit(sequence.id, begins[sequence.id], (), row.extras))
         replica.figures.note(batch, result, committed)
@@ -235,12 +236,12 @@ class Scheduler:
         back = [one for one in rows if one not in guilty]
         if batch.kind is BatchKind.SPECULATE:
             for sequence in rows:
-                self._pool.move(sequence, Move.STEPPED)
+                self.pool.move(sequence, Move.STEPPED)
             # They are residents still; only one that failed alone goes elsewhere.
             back = back if size == 1 else []
         else:
             for sequence in guilty:
-                self._pool.move(sequence, Move.FILLED)
+                self.pool.move(sequence, Move.FILLED)
         for sequence in guilty:
             self._finish(sequence, FinishReason.FAILED, event.message)
         self._tell_records(rows)
@@ -255,7 +256,7 @@ class Scheduler:
 
     def _end_batch(self, replica_id: str, batch_id: int) -> tuple[ReplicaRecord, InFlight] | None:
         """Takes a batch out of flight; None for one that is unknown or was answered before."""
-        replica = self._pool.replicas.get(replica_id)
+        replica = self.pool.replicas.get(replica_id)
         if replica is None:
             return None
         flight = replica.pipeline.batches.pop(batch_id, None)
@@ -275,7 +276,7 @@ class Scheduler:
                 live.append(sequence)
             else:
                 self._release(replica.id, sequence.id)
-                self._pool.let_go(sequence)
+                self.pool.let_go(sequence)
         return live
 
     def _commit(self, answers: list[Answer]) -> int:
@@ -283,7 +284,7 @@ class Scheduler:
         out = self._out
         committed = 0
         for sequence, row in answers:
-            tokens, reason = self._pool.commit(sequence, row)
+            tokens, reason = self.pool.commit(sequence, row)
             if tokens:
                 committed += len(tokens)
                 start = len(sequence.committed) - len(tokens)
@@ -298,11 +299,11 @@ class Scheduler:
         if sequence.reservation is not None:
             self._dispatcher.touch(sequence.reservation)
         if replica_id is not None:
-            replica = self._pool.replicas[replica_id]
+            replica = self.pool.replicas[replica_id]
             long = replica.pipeline.long_batch()
             if long is not None and long.batch.id == sequence.batch_id:
                 self._dispatcher.interrupt(replica, self._out)
-        if self._pool.finish(sequence, reason) and replica_id is not None:
+        if self.pool.finish(sequence, reason) and replica_id is not None:
             self._release(replica_id, sequence.id)
 
     def _release(self, replica_id: str, sequence_id: str) -> None:
@@ -313,7 +314,7 @@ class Scheduler:
         for sequence in sequences:
             self._release(replica.id, sequence.id)
         if sequences:
-            self._pool.send_back(sequences)
+            self.pool.send_back(sequences)
             self._dispatcher.offer_to_all()
 
     def _hand_back(self, replica: ReplicaRecord) -> None:
@@ -323,13 +324,13 @@ class Scheduler:
 
     def _balance(self, replica: ReplicaRecord) -> None:
         """Moves ready rows to a replica with far fewer, where that is worth their prefill."""
-        target = lightest(replica, self._pool)
+        target = lightest(replica, self.pool)
         if target is None:
             return
         chunk = self._dispatcher.chunk(target)
         rows = rows_to_move(replica, target, self.config, chunk)
         if rows:
-            self._pool.moved += len(rows)
+            self.pool.moved += len(rows)
             self._send_back(replica, rows)
             # The lighter one takes them before this one could take them back.
             self._dispatcher.touch_first(target.id)

@@ -7,6 +7,7 @@ and rejected tokens alike.
 from __future__ import annotations
 
 import copy
+import dataclasses
 from functools import cache
 
 import torch
@@ -88,6 +89,15 @@ def tiny_pair(architecture: str, draft_architecture: str | None = None) -> Pair:
         device=torch.device("cpu"),
         dtype=torch.float32,
     )
+
+
+def pair_in(dtype: torch.dtype, architecture: str = "llama") -> Pair:
+    """A copy of the tiny pair in this dtype."""
+    pair = copy.deepcopy(tiny_pair(architecture))
+    assert isinstance(pair.draft, ModelSource)
+    for model in (pair.target, pair.draft.model):
+        model.to(dtype)
+    return dataclasses.replace(pair, dtype=dtype)
 
 
 def tiny_replica(

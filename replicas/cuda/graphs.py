@@ -83,18 +83,19 @@ class GraphedModel:
         blocks = sorted({-(-shape.context_len // share // shape.block_size) for share in KV_SHARES})
         # A step's last tokens may lie beyond the context: their columns are there.
         beyond = -(-max(widths) // shape.block_size)
-        self._passes: dict[Kind, _FixedPass] = {}
+        self.passes: dict[Kind, FixedPass] = {}
+        """All that there ever are."""
         graph_pool = torch.cuda.graph_pool_handle() if model.device.type == "cuda" else None
         # From the largest to the smallest: what it takes serves all others.
         kinds = product(buckets(rows_most), sorted(set(widths)), [one + beyond for one in blocks])
         for kind in sorted((Kind(*one) for one in kinds), reverse=True):
-            self._passes[kind] = _FixedPass(model, shape, kind, taps, graph_pool, hidden_size)
-        self._kinds = sorted(self._passes)
+            self.passes[kind] = FixedPass(model, shape, kind, taps, graph_pool, hidden_size)
+        self._kinds = sorted(self.passes)
 
     @property
     def recorded(self) -> int:
         """Passes that are recordings."""
-        return sum(one.recorded for one in self._passes.values())
+        return sum(one.recorded for one in self.passes.values())
 
     def forward(
         self,
@@ -108,7 +109,7 @@ class GraphedModel:
         if kind is None:
             return self.model.forward(tokens, layout, wants, *hidden)
         assert isinstance(layout, DeviceWindow)
-        out = self._passes[kind].run(tokens, layout, *hidden)
+        out = self.passes[kind].run(tokens, layout, *hidden)
         assert out.logits is not None
         logits = _cut(out.logits, kind, layout)
         if isinstance(wants.logits, torch.Tensor):
@@ -129,7 +130,7 @@ class GraphedModel:
         return None
 
 
-class _FixedPass:
+class FixedPass:
     """One kind of pass over standing tensors."""
 
     def __init__(
@@ -161,7 +162,8 @@ class _FixedPass:
             hidden = [one.flatten(0, 1) for one in self._hidden]
             return model.forward(self._tokens.reshape(-1), window, Wants(taps=taps), *hidden)
 
-        self._run = run
+        self.compute = run
+        """What is recorded: the pass on its standing tensors."""
         if device.type == "cuda":
             try:
                 with torch.inference_mode():
@@ -188,7 +190,7 @@ class _FixedPass:
             self._table[:rows, :columns] = window.table[:, :columns]
             self._held = window.table
         if self._graph is None:
-            return self._run()
+            return self.compute()
         self._graph.replay()
         return self._out
 

@@ -14,7 +14,7 @@ _T = TypeVar("_T")
 
 def warm_up(run: Callable[[], object], device: torch.device, times: int) -> None:
     """Run what is to be recorded: libraries allocate and choose kernels in the first runs."""
-    stream = _stream(device)
+    stream = recording_stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     try:
         with torch.cuda.stream(stream):
@@ -39,7 +39,7 @@ def record(
     graph_pool = graph_pool or torch.cuda.graph_pool_handle()
     _forget_workspaces()
     try:
-        with torch.cuda.graph(graph, pool=graph_pool, stream=_stream(device)):
+        with torch.cuda.graph(graph, pool=graph_pool, stream=recording_stream(device)):
             result = run()
     except BaseException:
         torch.cuda.set_stream(before)
@@ -51,7 +51,7 @@ def record(
 
 
 @cache
-def _stream(device: torch.device) -> torch.cuda.Stream:
+def recording_stream(device: torch.device) -> torch.cuda.Stream:
     """One for all: torch keeps a workspace of cuBLAS's, 32 MiB on Hopper, for every stream."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 

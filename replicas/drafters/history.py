@@ -19,7 +19,7 @@ PLACES, questions of Spec-Bench get as many tokens a step: 1.73 where copying is
 1.44."""
 DEPTH = 32
 """Tokens that a match is measured by."""
-_DEEP = 4
+DEEP = 4
 """Matches of DEPTH tokens after which no further place is looked at."""
 LEAST_PROBABILITY = 0.1
 """A draft ends before a token that is less likely with all before it."""
@@ -128,7 +128,7 @@ class History:
                     while length < limit and own[place - length] == tail[-1 - length]:
                         length += 1
                 found.append((length, place))
-                if deep == _DEEP or len(found) == PLACES:
+                if deep == DEEP or len(found) == PLACES:
                     break
             place = before[place]
         found.sort(key=itemgetter(0), reverse=True)

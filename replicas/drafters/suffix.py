@@ -54,7 +54,7 @@ class RecentOutputs:
 
 
 @dataclass(slots=True)
-class _SuffixRow:
+class SuffixRow:
     history: History
     prompt: int
     """Tokens that it began with."""
@@ -68,17 +68,18 @@ class SuffixDrafter:
     taps: tuple[int, ...] = ()
 
     def __init__(self) -> None:
-        self._rows: dict[str, _SuffixRow] = {}
+        self.rows: dict[str, SuffixRow] = {}
+        """Those that have begun and not ended."""
         self._outputs: OrderedDict[str, RecentOutputs] = OrderedDict()
         """By salt, the one written last at the end."""
         self.size = 0
         """Tokens in all of them."""
 
     def begin(self, row: str, tokens: Sequence[int], salt: str, filled: int) -> None:
-        self._rows[row] = _SuffixRow(History(tokens), len(tokens), salt)
+        self.rows[row] = SuffixRow(History(tokens), len(tokens), salt)
 
     def end(self, row: str) -> None:
-        left = self._rows.pop(row, None)
+        left = self.rows.pop(row, None)
         if left is None or len(left.history) == left.prompt:
             return
         outputs = self._outputs.pop(left.salt, None)
@@ -94,17 +95,17 @@ class SuffixDrafter:
 
     def observe(self, seen: Seen) -> None:
         for row, tokens in zip(seen.ids, seen.committed, strict=False):
-            self._rows[row].history.extend(tokens)
+            self.rows[row].history.extend(tokens)
 
     def propose(self, ask: Ask, watch: Stopwatch) -> Proposal:
         with watch.section("draft"):
             drafts = [
-                self._draft(self._rows[row], most) if most else []
+                self._draft(self.rows[row], most) if most else []
                 for row, most in zip(ask.ids, ask.draft_lens, strict=True)
             ]
             return Proposal.of(drafts, ask.table.device)
 
-    def _draft(self, row: _SuffixRow, most: int) -> list[int]:
+    def _draft(self, row: SuffixRow, most: int) -> list[int]:
         score, draft = row.history.draft(most, OFFSET)
         outputs = self._outputs.get(row.salt)
         if outputs is not None and score < most and len(row.history) > 1:
@@ -115,7 +116,7 @@ class SuffixDrafter:
 
     def rollback(self, rows: Sequence[str], lengths: Sequence[int]) -> None:
         for row, length in zip(rows, lengths, strict=True):
-            self._rows[row].history.truncate(length)
+            self.rows[row].history.truncate(length)
 
     def valid(self, row: str) -> int | None:
         return None

@@ -47,13 +47,13 @@ class PagedCache:
         if self._by_head:
             shape = (blocks + 1, 2, kv_heads, block_size, head_dim)
         self._stores = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
-        # Whatever lies where: [blocks + 1, block_size, 2, kv_heads, head_dim].
-        self._layers = self._stores
+        self.layers = self._stores
+        """Of each layer, whatever lies where: [blocks + 1, block_size, 2, kv_heads, head_dim]."""
         self._arrays: list[Any] = []
         """The same for numpy, which stores a few positions in a third of torch's time."""
         if self._by_head:
-            self._layers = [store.permute(0, 3, 1, 2, 4) for store in self._stores]
-            self._arrays = [_array(layer) for layer in self._layers]
+            self.layers = [store.permute(0, 3, 1, 2, 4) for store in self._stores]
+            self._arrays = [_array(layer) for layer in self.layers]
         # One layer is read at a time: a standing buffer spares the page faults of fresh memory.
         self._gathered = self._stores[0].new_empty((0, block_size * head_dim))
 
@@ -84,7 +84,7 @@ class PagedCache:
     def all_of(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The layer's whole cache, each [blocks + 1, block_size, kv_heads, head_dim]; nothing is
         copied."""
-        keys, values = self._layers[layer].unbind(2)
+        keys, values = self.layers[layer].unbind(2)
         return keys, values
 
     # ------------------------------------------------------------------ by head
@@ -112,7 +112,7 @@ class PagedCache:
         torch.index_select(self._stores[layer].view(-1, out.shape[1]), 0, runs, out=out)
 
     def clear(self) -> None:
-        for layer in self._layers:
+        for layer in self.layers:
             layer.zero_()
 
 

@@ -23,7 +23,8 @@ _log = logging.getLogger("lockstep.replica")
 FAILED_S = 10.0
 """Ranks fail together or not at all: all of them within this time."""
 _LOOK_S = 0.25
-_LEAVE_S = 10.0
+LEAVE_S = 10.0
+"""What a rank may take to end by itself."""
 
 
 class ReplicaBroken(RuntimeError):
@@ -133,7 +134,7 @@ class Ranks:
         if self._broken is None:
             self.tell(None)
         for handle in self._handles:
-            handle.leave(_LEAVE_S)
+            handle.leave(LEAVE_S)
         self._channels.clear()
 
     @property

@@ -84,7 +84,8 @@ class ParallelReplica:
         self, replica: Replica, ranks: Ranks, drafter: LeadingDrafter | None = None
     ) -> None:
         """`drafter` is the replica's."""
-        self._replica = replica
+        self.replica = replica
+        """Rank 0."""
         self._ranks = ranks
         self._drafter = drafter
         self.spec: ReplicaSpec = replica.spec
@@ -101,7 +102,7 @@ class ParallelReplica:
 
         self._ranks.tell(batch)
         try:
-            result = self._replica.step(batch, asked)
+            result = self.replica.step(batch, asked)
         except ReplicaBroken:
             raise
         except Exception as error:
@@ -113,17 +114,17 @@ class ParallelReplica:
 
     def release(self, sequence_ids: Iterable[str]) -> None:
         """As `Replica.release`; raises ReplicaBroken."""
-        here, drafter = self._replica.residents, self._drafter
+        here, drafter = self.replica.residents, self._drafter
         rows = {
             name: drafter.valid(name) if drafter is not None and name in here else None
             for name in sequence_ids
         }
         self._ranks.tell(_Released(rows))
-        self._replica.release(rows)
+        self.replica.release(rows)
 
     @property
     def residents(self) -> tuple[str, ...]:
-        return self._replica.residents
+        return self.replica.residents
 
     @property
     def broken(self) -> Exception | None:
@@ -177,7 +178,7 @@ def load_parallel(
     try:
         parallel = _lead(config, store, ranks)
         if config.calibrate:
-            replica = parallel._replica
+            replica = parallel.replica
             parallel.spec = calibrated(parallel, *replica.planned, replica.taps)
     except BaseException as error:
         for handle in handles:
@@ -220,7 +221,7 @@ def follow(config: ReplicaConfig, rank: int, address: Address) -> None:
     store = join_store(address)
     rank_0 = Channel(store.clone(), rank, of_rank_0=False)
     try:
-        replica, drafter = _load_rank(config, rank, store, rank_0)
+        replica, drafter = load_rank(config, rank, store, rank_0)
     except Exception as error:
         with contextlib.suppress(dist.DistError):
             rank_0.send(Failure.of(error))
@@ -229,7 +230,7 @@ def follow(config: ReplicaConfig, rank: int, address: Address) -> None:
         _serve(replica, drafter, rank_0)
 
 
-def _load_rank(
+def load_rank(
     config: ReplicaConfig, rank: int, store: Store, rank_0: Channel
 ) -> tuple[Replica, FollowingDrafter | None]:
     """This rank's part of the target, and no drafter but rank 0's."""

@@ -13,7 +13,6 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
-from math import exp
 
 import pytest
 import torch
@@ -24,12 +23,12 @@ from cluster.frontend.tools.use import Function, Tool, ToolFormat, ToolUse
 from cluster.local_engine import LocalEngine, Output
 from replicas.decoding import Grammars, grammar_of
 from replicas.replica import Replica
-from replicas.sampling.noise import gumbel_noise, noise_keys
 from scheduler.config import SchedulerConfig
 from scheduler.decoding import Decoding
 from scheduler.messages import Batch, Request, SamplingParams, StepResult
 from tests.oracle.drafters import replica_of
 from tests.oracle.worlds import mixed_requests, run_staggered, sampled
+from tests.replicas.sampling.test_sampling import by_definition
 from tests.tiny_pairs import VOCAB, target_model
 
 EOS = 2
@@ -154,22 +153,7 @@ def picked(logits: torch.Tensor, sampling: SamplingParams, place: int) -> int:
     """The token at this place: of those that no filter strikes out, the best after noise."""
     if sampling.temperature == 0:
         return int(logits.argmax())
-    scores = ((logits - logits.max()) / sampling.temperature).tolist()
-    kept = [token for token in range(VOCAB) if scores[token] > -torch.inf]
-    if sampling.top_k:
-        least = sorted((scores[token] for token in kept), reverse=True)[: sampling.top_k][-1]
-        kept = [token for token in kept if scores[token] >= least]
-    mass = {token: exp(scores[token]) for token in kept}
-    most = sampling.top_p * sum(mass.values())
-    kept = [
-        token
-        for token in kept
-        if mass[token] >= sampling.min_p
-        and sum(one for one in mass.values() if one > mass[token]) < most
-    ]
-    keys = noise_keys(torch.tensor([[sampling.seed]]), torch.tensor([[place]]))
-    noise = gumbel_noise(keys, VOCAB)[0, 0].tolist()
-    return max(kept, key=lambda token: scores[token] + noise[token])
+    return by_definition(logits, sampling, place)
 
 
 class Allowed:

@@ -8,7 +8,6 @@ and run again, replicas that die. The drafter of docs/add-a-drafter.md is one of
 
 from __future__ import annotations
 
-import copy
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -20,9 +19,7 @@ import torch
 from benchmarks.shared.oracle import OracleDrafter
 from cluster.local_engine import REPLICA_ID, LocalEngine
 from replicas.config import ReplicaConfig
-from replicas.drafters.model import ModelSource
 from replicas.memory import plan_memory
-from replicas.models.pair import Pair
 from replicas.replica import Replica
 from scheduler.config import SchedulerConfig
 from scheduler.messages import (
@@ -37,7 +34,8 @@ from scheduler.messages import (
 from tests.oracle.drafters import ORACLES, replica_of, toy_source
 from tests.oracle.worlds import conversations, sampled
 from tests.reference import plain_greedy
-from tests.tiny_pairs import target_model, tiny_pair
+from tests.replicas.pool import failing_pass
+from tests.tiny_pairs import pair_in, target_model, tiny_pair
 
 DRAFTERS = ("none", "model", "suffix", "eagle3", "toy", "never", "half", "always")
 RUNS = ((False, 1, "off"), (False, 8, "off"), (True, 1, "off"), (True, 8, "off"), (True, 8, "on"))
@@ -55,23 +53,11 @@ class Failing:
 
     def step(self, batch: Batch) -> StepResult:
         if batch.kind is BatchKind.SPECULATE and self._rng.random() < 0.25:
-            left = self._rng.randrange(batch.steps)
-            forward = self._replica._target.forward
-
-            def failing(*args: object) -> object:
-                nonlocal left
-                left -= 1
-                if left < 0:
-                    raise RuntimeError("out of memory")
-                return forward(*args)  # type: ignore[arg-type]
-
-            self._replica._target.forward = failing  # type: ignore[method-assign, assignment]
             try:
-                return self._replica.step(batch)
+                with failing_pass(self._replica, 1 + self._rng.randrange(batch.steps)):
+                    return self._replica.step(batch)
             except RuntimeError:
                 self._replica.check_integrity()
-            finally:
-                self._replica._target.forward = forward  # type: ignore[method-assign]
         return self._replica.step(batch)
 
     def release(self, sequence_ids: Iterable[str]) -> None:
@@ -154,7 +140,7 @@ def test_output_is_that_of_the_target_alone(
     assert (drafted > 0) == (drafter != "none")
     if drafter in ORACLES:  # it is unsure where one prompt is the beginning of another
         assert accepted / drafted == pytest.approx(ORACLES[drafter], abs=0.3)
-        oracle = replica._drafter
+        oracle = replica.drafter
         assert isinstance(oracle, OracleDrafter)
         assert oracle.rows == {}, "every row's life has ended"
 
@@ -170,7 +156,6 @@ def test_a_drafter_gets_the_memory_that_it_asks_for() -> None:
     assert planned.buffers.drafter == pair.shape.draft.kept == 1 << 20
     assert planned.least - without.least >= 1 << 20
     assert (without.kv_blocks - planned.kv_blocks) * planned.block_bytes >= 1 << 20
-    assert type(Replica(pair, config)._drafter).__name__ == "Repeat"
 
 
 def test_a_token_that_was_asked_for_and_not_drafted_counts_as_tried() -> None:
@@ -190,19 +175,13 @@ def test_a_token_that_was_asked_for_and_not_drafted_counts_as_tried() -> None:
     assert short > len(rows) / 3
 
 
-def in_bfloat16() -> Pair:
-    pair = copy.deepcopy(tiny_pair("llama"))
-    assert isinstance(pair.draft, ModelSource)
-    pair.target.bfloat16()
-    pair.draft.model.bfloat16()
-    return replace(pair, dtype=torch.bfloat16)
+IN_BFLOAT16 = {"dtype": "bfloat16", "deterministic": True, "kv_blocks": 512}
 
 
 @cache
 def in_bfloat16_alone() -> tuple[list[Request], list[list[int]]]:
     requests = [replace(one, draft_len=None) for one in world(hot=True)[0][:8]]
-    settings = {"dtype": "bfloat16", "deterministic": True, "kv_blocks": 512}
-    replica = replica_of("none", [], in_bfloat16(), **settings)
+    replica = replica_of("none", [], pair_in(torch.bfloat16), **IN_BFLOAT16)
     engine = LocalEngine(replica, SchedulerConfig(rows_max=1, draft_len=0))
     return requests, [output.tokens for output in engine.generate(requests)]
 
@@ -211,7 +190,6 @@ def in_bfloat16_alone() -> tuple[list[Request], list[list[int]]]:
 def test_so_it_is_in_bfloat16_with_deterministic_sums(drafter: str) -> None:
     requests, expected = in_bfloat16_alone()
     answered = zip(requests, expected, strict=True)
-    settings = {"dtype": "bfloat16", "deterministic": True, "kv_blocks": 512}
-    replica = replica_of(drafter, answered, in_bfloat16(), **settings)
+    replica = replica_of(drafter, answered, pair_in(torch.bfloat16), **IN_BFLOAT16)
     engine = LocalEngine(replica, SchedulerConfig(rows_max=8, draft_len=5), check=True)
     assert [output.tokens for output in engine.generate(requests)] == expected

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import random
 
-from cluster.local_engine import LocalEngine, Output
+from cluster.local_engine import LocalEngine
 from scheduler.config import SchedulerConfig
 from scheduler.messages import Request
 from tests.reference import plain_greedy
@@ -23,41 +23,31 @@ from tests.tiny_pairs import VOCAB, target_model, tiny_replica
 PAD, EOS = 0, 2
 
 
-def generate(*requests: Request, k: int = 3, rows: int = 8) -> list[Output]:
-    engine = LocalEngine(
-        tiny_replica("llama"), SchedulerConfig(rows_max=rows, draft_len=k), check=True
-    )
-    return engine.generate(requests)
-
-
-def prompt(length: int, seed: int = 0) -> tuple[int, ...]:
-    rng = random.Random(f"{length} {seed}")
+def prompt(length: int) -> tuple[int, ...]:
+    rng = random.Random(length)
     return tuple(rng.randrange(3, VOCAB) for _ in range(length))
-
-
-def reference(tokens: tuple[int, ...], new: int) -> list[int]:
-    return plain_greedy(target_model("llama"), tokens, new)
 
 
 def test_trap_01_pad_ids_in_the_content_are_tokens() -> None:
     prompts = [(PAD,) * 5, (7, PAD, PAD, 9), (PAD, EOS, PAD), prompt(11)]
-    outputs = generate(*(Request(str(i), p, 12) for i, p in enumerate(prompts)))
-    assert [output.tokens for output in outputs] == [reference(p, 12) for p in prompts]
+    engine = LocalEngine(tiny_replica("llama"), SchedulerConfig(draft_len=3), check=True)
+    outputs = engine.generate([Request(str(i), one, 12) for i, one in enumerate(prompts)])
+    expected = [plain_greedy(target_model("llama"), one, 12) for one in prompts]
+    assert [output.tokens for output in outputs] == expected
 
 
 def test_trap_05_realignment_moves_no_kv_data() -> None:
     """Rows accept different numbers of tokens; each KV position is written where it will stay."""
     replica = tiny_replica("llama")
     engine = LocalEngine(replica, SchedulerConfig(rows_max=4, draft_len=3, steps_per_batch_max=1))
-    for i in range(4):
-        engine.submit(Request(str(i), prompt(10 + i), 40))
+    outputs = {str(i): engine.submit(Request(str(i), prompt(10 + i), 40)) for i in range(4)}
     engine.advance()
-    layer = replica._target.cache._layers[0]
+    layer = replica.target.cache.layers[0]
     for _ in range(6):
         before = layer.clone()
-        valid = {name: len(resident.content) - 1 for name, resident in replica._residents.items()}
+        valid = {one: 9 + int(one) + len(outputs[one].tokens) for one in replica.residents}
         engine.advance()
         for name, length in valid.items():
-            table = replica._blocks.table([name], layer.device)[0]
+            table = replica.blocks.table([name], layer.device)[0]
             kept = layer[table].flatten(0, 1)[:length]
             assert kept.equal(before[table].flatten(0, 1)[:length])

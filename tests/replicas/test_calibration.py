@@ -152,7 +152,7 @@ def test_trials_stay_within_what_memory_is_planned_for() -> None:
 
 def test_trials_that_fail_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     replica = tiny_replica("llama")
-    monkeypatch.setattr(replica, "_speculate", lambda *_: 1 / 0)
+    retime(monkeypatch, replica, BatchKind.SPECULATE, lambda _: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         calibrate(replica)
     assert replica.residents == ()

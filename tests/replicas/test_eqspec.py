@@ -104,10 +104,7 @@ def test_a_row_commits_what_is_right_plus_one_token(
     """Traps 3 and 7: k + 1 tokens when all are accepted; the bonus token is the target's."""
     content = [1, 2, 3, 4, 5]
     tokens, accepted = run(
-        [content],
-        ScriptedModel([says(5, right)]),
-        ScriptedModel([says(5, [*proposed, 49])]),
-        [3],
+        [content], ScriptedModel([says(5, right)]), ScriptedModel([says(5, [*proposed, 49])]), [3]
     )
     assert tokens == [committed]
     assert accepted == [len(committed) - 1]
@@ -144,14 +141,6 @@ def test_a_draft_model_knows_where_its_cache_holds_what_was_committed() -> None:
     drafter.observe(Seen("abc", contents, [(4, 9)] * 3, table, committed, [4, 2, 0]))
     # The fourth one was proposed, but never fed.
     assert [drafter.valid(row) for row in "abc"] == [8, 7, 5]
-
-
-def test_draft_length_zero_is_plain_decoding_without_the_draft() -> None:
-    target = ScriptedModel([says(3, [7]), says(5, [8])])
-    tokens, accepted = run([[1, 2, 3], [1, 2, 3, 4, 5]], target, None, [0, 0])
-    assert tokens == [[7], [8]]
-    assert accepted == [0, 0]
-    assert target.fed == [[[3], [5]]]
 
 
 def test_the_target_checks_all_rows_in_one_pass_at_their_own_positions() -> None:

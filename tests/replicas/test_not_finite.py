@@ -8,36 +8,21 @@ change not a bit.
 
 from __future__ import annotations
 
-import copy
-import dataclasses
-from functools import cache
-
 import pytest
 import torch
 
 from replicas.config import ReplicaConfig
 from replicas.cuda.graphs import GraphedModel
-from replicas.drafters.model import ModelSource
-from replicas.eqspec import NotFinite, _of_numbers
-from replicas.models.pair import Pair
+from replicas.eqspec import NotFinite, of_numbers
 from replicas.replica import Replica
 from replicas.sampling.choice import SamplingBatch, choose
 from scheduler.messages import SamplingParams
 from tests.replicas.pool import Client
-from tests.tiny_pairs import tiny_pair
+from tests.tiny_pairs import pair_in
 
 BEYOND = 90
 """The token that overflows."""
 INNOCENT = {"b": list(range(3, 40)), "c": [7], "d": [8, 3, 60, 2, 2, 2]}
-
-
-@cache
-def half_pair() -> Pair:
-    plain = tiny_pair("qwen3")
-    assert isinstance(plain.draft, ModelSource)
-    target, draft = copy.deepcopy(plain.target).half(), copy.deepcopy(plain.draft)
-    draft.model.half()
-    return dataclasses.replace(plain, target=target, draft=draft, dtype=torch.float16)
 
 
 class Overflowing(Client):
@@ -46,9 +31,10 @@ class Overflowing(Client):
     def __init__(self, deterministic: bool = True, **config: object) -> None:
         settings = {"device": "cpu", "dtype": "float16", "block_size": 4, "kv_blocks": 64}
         settings |= {"prefix_sharing": False, "deterministic": deterministic, **config}
-        super().__init__(Replica(copy.deepcopy(half_pair()), ReplicaConfig(**settings)))
-        for model in (self.replica._target, self.replica._drafter.model):
-            paged = model.model if isinstance(model, GraphedModel) else model
+        super().__init__(Replica(pair_in(torch.float16, "qwen3"), ReplicaConfig(**settings)))
+        runners = (self.replica.target, self.replica.drafter.model)
+        self.models = [one.model if isinstance(one, GraphedModel) else one for one in runners]
+        for paged in self.models:
             paged.model.get_input_embeddings().weight.data[BEYOND] = torch.inf
 
     def two_steps(self, k: int, names: str, ragged: bool = False) -> None:
@@ -56,9 +42,7 @@ class Overflowing(Client):
         self.steps(k, 2, list(names), **dict.fromkeys(names[1:] if ragged else "", 0))
 
     def finite(self) -> bool:
-        runners = (self.replica._target, self.replica._drafter.model)
-        models = [one.model if isinstance(one, GraphedModel) else one for one in runners]
-        layers = [layer for model in models for layer in model.cache._layers]
+        layers = [layer for model in self.models for layer in model.cache.layers]
         return all(bool(layer.isfinite().all()) for layer in layers)
 
 
@@ -100,7 +84,7 @@ def test_a_prefill_in_chunks_leaves_only_numbers(chunk: int) -> None:
 @pytest.mark.parametrize("ragged", [False, True])
 def test_a_row_without_a_next_token_fails_and_the_others_go_on(fused: bool, ragged: bool) -> None:
     client = Overflowing(deterministic=not fused, fuse_layers=fused)
-    assert (client.replica._target.decoder is not None) == fused
+    assert (client.replica.target.decoder is not None) == fused
     client.prefill(a=[5, 9, BEYOND], b=INNOCENT["b"], c=INNOCENT["c"])
     with pytest.raises(NotFinite, match="row 1: the logits after 3 tokens"):
         client.two_steps(3, "cab", ragged)
@@ -118,7 +102,7 @@ def test_what_a_row_drafted_beyond_its_own_length_cannot_fail_it() -> None:
     """Padding and rejected tokens have logits, too: no committed token is chosen from them."""
     client = Overflowing(graphs="on")
     client.prefill(b=INNOCENT["b"], c=INNOCENT["c"])
-    draft = client.replica._drafter.model
+    draft = client.replica.drafter.model
     forward = draft.forward
 
     def always_beyond(*args):  # type: ignore[no-untyped-def]
@@ -155,12 +139,12 @@ def test_no_token_is_chosen_from_logits_that_are_no_numbers(
     generator = torch.Generator().manual_seed(1)
     logits = torch.randn((len(params), 2, 50), generator=generator)
     noise = sampling.noise_after(torch.arange(2).expand(len(params), 2) + 7, 50)
-    well = _of_numbers(choose(logits, sampling, noise), logits, sampling)
+    well = of_numbers(choose(logits, sampling, noise), logits, sampling)
     assert bool((well >= 0).all())
     broken = logits.clone()
     where = slice(33, 34) if bad == "one NaN" else slice(None)
     broken[-1, 1, where] = -torch.inf if bad == "all -inf" else torch.nan
-    got = _of_numbers(choose(broken, sampling, noise), broken, sampling)
+    got = of_numbers(choose(broken, sampling, noise), broken, sampling)
     assert got[-1, 1] < 0
     got[-1, 1] = well[-1, 1]
     assert torch.equal(got, well), "the others' choices stay"

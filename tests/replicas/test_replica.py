@@ -9,7 +9,6 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
 from replicas.config import ReplicaConfig
 from replicas.invariant import layout
@@ -17,7 +16,7 @@ from replicas.models.shapes import SHAPES
 from replicas.replica import Replica
 from scheduler.messages import Batch, BatchKind, StepRow
 from tests.reference import plain_greedy
-from tests.replicas.pool import NEW, Client, prompt
+from tests.replicas.pool import Client, prompt
 from tests.tiny_pairs import ARCHITECTURES, target_model, tiny_replica
 
 
@@ -29,10 +28,8 @@ def test_draft_lengths_may_change_from_batch_to_batch(architecture: str) -> None
     client.prefill(new=60, **names)
     for k, n in ((3, 1), (0, 5), (2, 2), (0, 1), (5, 1), (1, 3), (0, 4), (4, 2)):
         client.steps(k, n)
-    for name, tokens in names.items():
-        reference = plain_greedy(target_model(architecture), tokens, 60)
-        assert client.new_tokens(name) == reference[: len(client.new_tokens(name))]
-        assert len(client.new_tokens(name)) >= 19
+    client.check(architecture)
+    assert all(len(client.new_tokens(name)) >= 19 for name in names)
 
 
 def test_a_row_that_is_filled_in_part_can_neither_step_nor_be_filled_from_elsewhere() -> None:
@@ -51,12 +48,9 @@ def test_a_row_that_is_filled_in_part_can_neither_step_nor_be_filled_from_elsewh
 @pytest.mark.parametrize("chunk", [1, 3, 512])
 def test_prefill_in_chunks_is_prefill(chunk: int) -> None:
     client = Client(tiny_replica("llama", prefill_chunk_tokens=chunk))
-    names = {"a": prompt(23), "b": prompt(2), "c": prompt(11), "d": prompt(1)}
-    client.prefill(**names)
+    client.prefill(a=prompt(23), b=prompt(2), c=prompt(11), d=prompt(1))
     client.steps(3, 4)
-    for name, tokens in names.items():
-        got = client.new_tokens(name)
-        assert got == plain_greedy(target_model("llama"), tokens, NEW)[: len(got)]
+    client.check()
 
 
 def test_a_batch_ends_early_once_a_row_has_reached_its_limit() -> None:
@@ -75,33 +69,9 @@ def test_a_batch_ends_early_once_a_row_has_met_a_stop_token() -> None:
     client = Client(tiny_replica("llama"), stop=(stop,))
     client.prefill(new=200, a=prompt(6))
     client.steps(3, 64)
+    client.check()
     got = client.new_tokens("a")
-    assert stop in got
-    assert got == plain_greedy(target_model("llama"), prompt(6), len(got))
     assert len(got) - got.index(stop) <= 4, "ends with the step that met it"
-
-
-def test_release_frees_all_blocks_and_ignores_strangers() -> None:
-    replica = tiny_replica("llama")
-    free = replica.free_blocks
-    client = Client(replica)
-    client.prefill(a=prompt(5), b=prompt(12))
-    client.steps(2, 2)
-    assert replica.free_blocks < free
-    replica.release(["a", "stranger"])
-    assert replica.residents == ("b",)
-    replica.release(["b"])
-    assert replica.free_blocks == free
-    replica.check_integrity()
-
-
-def test_a_disagreement_about_the_length_is_an_assertion() -> None:
-    replica = tiny_replica("llama")
-    client = Client(replica)
-    client.prefill(a=prompt(5))
-    client.contents["a"].append(3)
-    with pytest.raises(AssertionError, match="the pool says 6 tokens, 5 are here"):
-        client.steps(2)
 
 
 def test_positions_read_are_counted_in_whole_units_of_sixteen(
@@ -118,9 +88,7 @@ def test_positions_read_are_counted_in_whole_units_of_sixteen(
     assert client.replica.spec.reads_apart
     assert apart.kv_positions_own == 11 + 14 + 180 + 200 + 4 * 2
     assert apart.kv_positions_read == 2 * 16 + 2 * 208, "read in two groups"
-    for name, length in lengths.items():
-        got = client.new_tokens(name)
-        assert got == plain_greedy(target_model("llama"), prompt(length), NEW)[: len(got)]
+    client.check()
 
 
 def test_accepted_tokens_are_counted_per_position() -> None:
@@ -135,14 +103,6 @@ def test_accepted_tokens_are_counted_per_position() -> None:
     assert 0 < sum(sum(row.accepted_at) for row in result.rows) < 48
 
 
-def test_torch_keeps_no_graph() -> None:
-    client = Client(tiny_replica("llama"))
-    client.prefill(a=prompt(4))
-    client.steps(2)
-    assert not any(layer.requires_grad for layer in client.replica._target.cache._layers)
-    assert torch.is_grad_enabled()
-
-
 def test_a_batch_with_too_few_blocks_is_refused_before_anything_is_written() -> None:
     client = Client(tiny_replica("llama"))
     client.prefill(new=60, a=prompt(9))
@@ -155,16 +115,9 @@ def test_a_batch_with_too_few_blocks_is_refused_before_anything_is_written() -> 
 def test_an_interrupted_batch_ends_after_the_step_in_hand() -> None:
     client = Client(tiny_replica("llama"))
     client.prefill(new=60, a=prompt(9))
-    asked = 0
-
-    def interrupted() -> bool:
-        nonlocal asked
-        asked += 1
-        return asked == 2
-
     row = StepRow("a", 9, 3, client.blocks["a"])
     batch = Batch(9, "r", BatchKind.SPECULATE, rows=(row,), draft_len=3, steps=8)
-    result = client.replica.step(batch, interrupted)
+    result = client.replica.step(batch, iter([False, True]).__next__)
     assert result.steps == 2
     tokens = list(result.rows[0].tokens)
     assert tokens == plain_greedy(target_model("llama"), prompt(9), 60)[: len(tokens)]

@@ -30,8 +30,8 @@ from scheduler.messages import (
     Tick,
 )
 from scheduler.scheduler import Scheduler
+from scheduler.state import ReplicaRecord
 from scheduler.state.sequence import Sequence
-from scheduler.status import ReplicaStatus
 
 T = TypeVar("T")
 
@@ -120,6 +120,16 @@ class Hand:
     def in_flight(self, replica_id: str = "r") -> list[Batch]:
         return [batch for batch in self._unanswered.values() if batch.replica_id == replica_id]
 
+    def work(self, batches: int = 1, *replica_ids: str) -> list[Action]:
+        """Answers the oldest batch in flight on each of these replicas, so many times; the last
+        one's actions."""
+        actions: list[Action] = []
+        for _ in range(batches):
+            for replica_id in replica_ids or ("r",):
+                for batch in self.in_flight(replica_id)[:1]:
+                    actions = self.done(batch)
+        return actions
+
     def settle(self, replica_id: str = "r") -> list[Batch]:
         """Answers prefill batches until none is in flight; returns what is then."""
         while True:
@@ -129,16 +139,19 @@ class Hand:
             self.done(prefills[0])
 
     def replicas(self) -> list[str]:
-        return [replica.id for replica in self.scheduler.snapshot().replicas]
+        return list(self.scheduler.pool.replicas)
+
+    def replica(self, replica_id: str = "r") -> ReplicaRecord:
+        return self.scheduler.pool.replicas[replica_id]
 
     def sequences(self) -> list[Sequence]:
-        return list(self.scheduler._pool.sequences.values())
+        return list(self.scheduler.pool.sequences.values())
 
-    def status(self, replica_id: str = "r") -> ReplicaStatus:
-        return next(one for one in self.scheduler.snapshot().replicas if one.id == replica_id)
+    def waiting(self) -> list[str]:
+        return list(self.scheduler.pool.waiting)
 
     def used(self, replica_id: str = "r") -> int:
-        return self.status(replica_id).kv_blocks_used
+        return self.replica(replica_id).blocks_used
 
 
 def batches_of(actions: list[Action]) -> list[Batch]:

@@ -27,10 +27,6 @@ from scheduler.messages import (
 from tests.scheduler.hand import Hand, batches_of, of_kind, only, released, rows_of
 
 
-def waiting(hand: Hand) -> list[str]:
-    return list(hand.scheduler._pool.waiting)
-
-
 def test_with_a_replica_known_the_same_is_refused_at_the_door() -> None:
     hand = Hand()
     hand.join()
@@ -110,7 +106,7 @@ def test_a_draining_replica_hands_back_its_residents_and_takes_none() -> None:
     assert sorted(released(actions)) == sorted(rows_of(batch))
     assert batches_of(actions) == []
     assert hand.used("one") == 0
-    assert sorted(waiting(hand)) == ["a", "b", "c", "d"]
+    assert sorted(hand.waiting()) == ["a", "b", "c", "d"]
     (batch,) = batches_of(hand.join("two"))
     assert sorted(rows_of(batch)) == ["a", "b", "c", "d"]
 
@@ -158,7 +154,7 @@ def test_the_snapshot_says_who_is_where() -> None:
     for name, length in [("a", 2), ("b", 6), ("c", 3)]:
         hand.submit(name, length, 10)
     while not hand.tokens:
-        hand.done(hand.in_flight("one")[0])
+        hand.work(1, "one")
     status = hand.scheduler.snapshot()
     (one,) = status.replicas
     assert (status.waiting, status.live, one.residents) == (1, 3, 2)

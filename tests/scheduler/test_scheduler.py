@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 
+from scheduler.batching import Dispatcher
 from scheduler.decoding import Decoding, TokenLogprobs
 from scheduler.messages import Emit, Reject, RowResult, StepDone, StepResult
 from tests.scheduler.hand import Hand, of_kind, only
@@ -18,7 +19,7 @@ def test_what_an_event_that_raised_had_led_to_is_no_part_of_the_next(
     hand.submit("a")
     batch = hand.settle()[0]
     with monkeypatch.context() as broken:
-        broken.setattr(hand.scheduler._dispatcher, "run", lambda *_: 1 / 0)
+        broken.setattr(Dispatcher, "run", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             hand.done(batch)
     assert not of_kind(hand.tick(1.0), Emit)

@@ -42,45 +42,36 @@ def test_good_requests_pass(fields: dict[str, object]) -> None:
     check_request(request(**fields), CONFIG, SPEC)
 
 
-BAD: list[tuple[str, dict[str, object]]] = [
-    ("id", {"id": ""}),
-    ("prompt", {"prompt": ()}),
-    ("prompt", {"prompt": (1,) * 51}),
-    ("prompt", {"prompt": (1, 100)}),
-    ("prompt", {"prompt": (-1, 1)}),
-    ("max_new_tokens", {"max_new_tokens": 0}),
-    ("max_new_tokens", {"max_new_tokens": -5}),
-    ("max_new_tokens", {"max_new_tokens": 62}),  # beyond the context
-    ("max_new_tokens", {"max_new_tokens": 38}),  # beyond the blocks of an empty replica
-    ("committed", {"committed": (1,) * 9}),
-    ("committed", {"committed": (100,)}),
-    ("stop_token_ids", {"stop_token_ids": tuple(range(3 + END_TOKENS_MAX + 1))}),
-    ("stop_token_ids", {"stop_token_ids": (100,)}),
-    ("draft_len", {"draft_len": -1}),
-    ("draft_len", {"draft_len": 33}),
-    ("timeout_s", {"timeout_s": 0}),
-    ("timeout_s", {"timeout_s": -1.0}),
-    ("timeout_s", {"timeout_s": math.nan}),
-    ("timeout_s", {"timeout_s": math.inf}),
-    ("timeout_s", {"timeout_s": 60.1}),
-    ("temperature", {"sampling": SamplingParams(temperature=-0.1)}),
-    ("temperature", {"sampling": SamplingParams(temperature=math.nan)}),
-    ("temperature", {"sampling": SamplingParams(temperature=math.inf)}),
-    ("temperature", {"sampling": SamplingParams(temperature=1e39)}),
-    ("top_k", {"sampling": SamplingParams(top_k=-1)}),
-    ("top_k", {"sampling": SamplingParams(top_k=2**31)}),
-    ("top_p", {"sampling": SamplingParams(top_p=0.0)}),
-    ("top_p", {"sampling": SamplingParams(top_p=1.01)}),
-    ("top_p", {"sampling": SamplingParams(top_p=math.nan)}),
-    ("min_p", {"sampling": SamplingParams(min_p=-0.1)}),
-    ("min_p", {"sampling": SamplingParams(min_p=1.1)}),
-    ("min_p", {"sampling": SamplingParams(min_p=math.nan)}),
-    ("seed", {"sampling": SamplingParams(seed=-1)}),
-    ("seed", {"sampling": SamplingParams(seed=2**63)}),
-]
+BAD: dict[str, tuple[object, ...]] = {
+    "id": ("",),
+    "prompt": ((), (1,) * 51, (1, 100), (-1, 1)),
+    # The last two are beyond the context, and beyond the blocks of an empty replica.
+    "max_new_tokens": (0, -5, 62, 38),
+    "committed": ((1,) * 9, (100,)),
+    "stop_token_ids": (tuple(range(3 + END_TOKENS_MAX + 1)), (100,)),
+    "draft_len": (-1, 33),
+    "timeout_s": (0, -1.0, math.nan, math.inf, 60.1),
+}
+BAD_SAMPLING: dict[str, tuple[float, ...]] = {
+    "temperature": (-0.1, math.nan, math.inf, 1e39),
+    "top_k": (-1, 2**31),
+    "top_p": (0.0, 1.01, math.nan),
+    "min_p": (-0.1, 1.1, math.nan),
+    "seed": (-1, 2**63),
+}
 
 
-@pytest.mark.parametrize(("field", "fields"), BAD)
+@pytest.mark.parametrize(
+    ("field", "fields"),
+    [
+        *((field, {field: value}) for field, values in BAD.items() for value in values),
+        *(
+            (field, {"sampling": SamplingParams(**{field: value})})
+            for field, values in BAD_SAMPLING.items()
+            for value in values
+        ),
+    ],
+)
 def test_bad_requests_are_refused_by_field(field: str, fields: dict[str, object]) -> None:
     with pytest.raises(InvalidRequest) as caught:
         check_request(request(**fields), CONFIG, SPEC)

@@ -73,7 +73,7 @@ class Watcher:
                 assert action.tokens, "an empty Emit"
                 assert action.start == self.next_index[action.request_id], "tokens misnumbered"
                 self.next_index[action.request_id] += len(action.tokens)
-        for replica in scheduler._pool.replicas.values():
+        for replica in scheduler.pool.replicas.values():
             limit = replica.rows_max(scheduler.config.rows_max)
             limit = self.rows_max[replica.id] = min(self.rows_max.get(replica.id, limit), limit)
             rows = len(replica.ready) + replica.stepping
@@ -83,11 +83,7 @@ class Watcher:
                 continue
             passes = replica.ready.passes(oldest)
             self.passes_most = max(self.passes_most, passes)
-            bound = passes_bound(
-                self.rows_peak[replica.id],
-                limit,
-                scheduler.config.wait_rounds,
-            )
+            bound = passes_bound(self.rows_peak[replica.id], limit, scheduler.config.wait_rounds)
             assert passes <= bound, f"{oldest.id} was passed over {passes} times, bound {bound}"
 
 

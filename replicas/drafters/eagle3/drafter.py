@@ -60,7 +60,7 @@ class Eagle3Drafter:
         self.name = name
         self.taps = tuple(sorted(set(layer.config.taps)))
         self._order = [self.taps.index(tap) for tap in layer.config.taps]
-        self._layer, self._passes = layer, passes
+        self._layer, self.passes = layer, passes
         self._rows: dict[str, _HeadRow] = {}
 
     def begin(self, row: str, tokens: Sequence[int], salt: str, filled: int) -> None:
@@ -152,7 +152,7 @@ class Eagle3Drafter:
         token = upload([content[-1] for content in ask.contents], torch.int64, table.device)
         tokens = []
         for j in range(k):
-            out = self._passes.forward(token, layout.window(j, j + 1), ALL, x)
+            out = self.passes.forward(token, layout.window(j, j + 1), ALL, x)
             assert out.logits is not None
             (x,) = out.taps
             guessed = guess(out.logits, ask.sampling, ask.noise, j, ids)

@@ -6,11 +6,15 @@ Recording needs a GPU; on a CPU the same passes run padded through the same stan
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 import torch
 
 from replicas.cuda import graphs
-from replicas.cuda.graphs import GraphedModel, buckets
+from replicas.cuda.graphs import GraphedModel, Kind, buckets
+from replicas.models.paged_model import Output
 from tests.oracle.worlds import check_answers, greedy_answers, sampled_answers
 from tests.replicas.built import built, uneven_model
 from tests.tiny_pairs import ARCHITECTURES, tiny_replica
@@ -28,22 +32,22 @@ def test_there_are_few_kinds_and_none_is_made_within_a_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     replica = tiny_replica("llama", graphs="on", plan_rows=16, plan_draft_len=8)
-    target = replica._target
+    target = replica.target
     assert isinstance(target, GraphedModel)
-    kinds = list(target._passes)
+    kinds = list(target.passes)
     assert len(kinds) == 5 * 5 * 3, "rows 1 to 16, widths 1, 2, 3, 5, 9, three reaches"
-    used = []
-    run = graphs._FixedPass.run
+    used = set()
 
-    def noted(self, *args):  # type: ignore[no-untyped-def]
-        used.append(self._kind)
-        return run(self, *args)
+    def noted(kind: Kind, run: Callable[..., Output], *args: object) -> Output:
+        used.add(kind)
+        return run(*args)
 
-    monkeypatch.setattr(graphs._FixedPass, "run", noted)
-    monkeypatch.setattr(graphs._FixedPass, "__init__", None)
+    for kind, one in target.passes.items():
+        monkeypatch.setattr(one, "run", partial(noted, kind, one.run))
+    monkeypatch.setattr(graphs, "FixedPass", None)
     check_answers(replica, greedy_answers("llama"), 5, 3)
-    assert len(set(used)) > 3
-    assert list(target._passes) == kinds
+    assert len(used) > 3
+    assert list(target.passes) == kinds
 
 
 def test_a_pass_outside_of_all_kinds_runs_as_it_is() -> None:
@@ -63,8 +67,12 @@ def test_a_recording_that_fails_is_said_and_the_pass_is_unrecorded(
 
     monkeypatch.setattr(graphs, "warm_up", refuse)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
-    monkeypatch.setattr(torch, "zeros", _on_cpu(torch.zeros))
-    monkeypatch.setattr(torch, "full", _on_cpu(torch.full))
+    for make in (torch.zeros, torch.full):
+
+        def on_cpu(*args: object, make: Callable[..., object] = make, **fields: object) -> object:
+            return make(*args, **{**fields, "device": "cpu"})
+
+        monkeypatch.setattr(torch, make.__name__, on_cpu)
 
     class OnGpu:
         device = torch.device("cuda")
@@ -73,13 +81,6 @@ def test_a_recording_that_fails_is_said_and_the_pass_is_unrecorded(
     with pytest.warns(UserWarning, match="runs unrecorded"):
         made = GraphedModel(OnGpu(), rows_most=1, widths=[1])  # type: ignore[arg-type]
     assert made.recorded == 0
-
-
-def _on_cpu(make):  # type: ignore[no-untyped-def]
-    def made(*args, **fields):  # type: ignore[no-untyped-def]
-        return make(*args, **{**fields, "device": "cpu"})
-
-    return made
 
 
 def test_buckets_are_powers_of_two_and_the_most() -> None:

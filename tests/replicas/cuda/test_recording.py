@@ -7,11 +7,12 @@ records stand for CUDA's.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
 
-from replicas.cuda import recording
+from replicas.cuda.recording import record, recording_stream, warm_up
 
 GPU = torch.device("cuda", 0)
 
@@ -33,9 +34,6 @@ class Recorder:
         self.left: list[object] = []
         """Pools that the allocator was told to leave."""
 
-    def handle(self) -> object:
-        return f"pool {len(self.pools)}"
-
     def end(self, device: int, pool: object) -> None:
         self.left.append(pool)
         raise RuntimeError("not currently recording to this pool")
@@ -48,11 +46,13 @@ class Recorder:
         self.made += 1
         return Stream(self)
 
-    def on(self, stream: object) -> On:
-        return On(self, stream)
-
-    def graph(self) -> object:
-        return Graph(self)
+    @contextmanager
+    def on(self, stream: object) -> Iterator[None]:
+        before, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = before
 
     def leave(self, stream: object) -> None:
         self.current = stream
@@ -64,17 +64,6 @@ class Stream:
 
     def wait_stream(self, other: object) -> None:
         self._recorder.waited.append((self, other))
-
-
-class On:
-    def __init__(self, recorder: Recorder, stream: object) -> None:
-        self._recorder, self._stream = recorder, stream
-
-    def __enter__(self) -> None:
-        self._before, self._recorder.current = self._recorder.current, self._stream
-
-    def __exit__(self, *_: object) -> None:
-        self._recorder.current = self._before
 
 
 class Graph:
@@ -100,19 +89,19 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
         "current_stream": lambda device: made.current,
         "set_stream": made.leave,
         "stream": made.on,
-        "CUDAGraph": made.graph,
+        "CUDAGraph": lambda: Graph(made),
         "synchronize": lambda: None,
         "empty_cache": lambda: None,
-        "graph_pool_handle": made.handle,
+        "graph_pool_handle": lambda: f"pool {len(made.pools)}",
     }.items():
         monkeypatch.setattr(torch.cuda, name, stand_in)
     monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: None, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", made.end, raising=False)
     forget = made.workspaces.clear
     monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", forget, raising=False)
-    recording._stream.cache_clear()
+    recording_stream.cache_clear()
     yield made
-    recording._stream.cache_clear()
+    recording_stream.cache_clear()
 
 
 def test_all_recordings_are_made_on_one_stream_that_has_been_warmed_up(recorder: Recorder) -> None:
@@ -120,29 +109,29 @@ def test_all_recordings_are_made_on_one_stream_that_has_been_warmed_up(recorder:
     ran: list[object] = []
     before = recorder.current
     for pool in ("one", "two"):
-        recording.warm_up(lambda: ran.append(recorder.current), GPU, 2)
+        warm_up(lambda: ran.append(recorder.current), GPU, 2)
         assert recorder.current is before
-        _, result = recording.record(lambda: ran.append(recorder.current) or 7, GPU, pool)
+        _, result = record(lambda: ran.append(recorder.current) or 7, GPU, pool)
         assert result == 7
         assert recorder.current is before
     assert recorder.made == 1
     assert len(ran) == 6
-    assert {*ran, *recorder.recorded_on} == {recording._stream(GPU)}
+    assert {*ran, *recorder.recorded_on} == {recording_stream(GPU)}
     assert recorder.pools == ["one", "two"]
     # Before its runs it waits for what was launched, and after them that waits for it.
-    own = recording._stream(GPU)
+    own = recording_stream(GPU)
     assert recorder.waited == [(own, before), (before, own)] * 2
 
 
 def test_a_workspace_of_cublas_is_part_of_the_recordings_pool(recorder: Recorder) -> None:
     """Destroying another recording, or running something else, leaves it alone."""
     for pool in ("one", "two", "two"):
-        recording.warm_up(lambda: recorder.multiply() == "everything" or refuse(), GPU, 1)
-        _, workspace = recording.record(recorder.multiply, GPU, pool)
+        warm_up(lambda: recorder.multiply() == "everything" or refuse(), GPU, 1)
+        _, workspace = record(recorder.multiply, GPU, pool)
         assert workspace == pool
     recorder.spoilt = True
     with pytest.raises(RuntimeError):
-        recording.record(recorder.multiply, GPU, "three")
+        record(recorder.multiply, GPU, "three")
     assert "three" not in recorder.workspaces.values()
 
 
@@ -151,8 +140,8 @@ def test_who_runs_after_a_warm_up_that_failed_waits_for_what_it_launched(
 ) -> None:
     before = recorder.current
     with pytest.raises(ValueError, match="no kernel"):
-        recording.warm_up(refuse, GPU, 1)
-    assert recorder.waited[-1] == (before, recording._stream(GPU))
+        warm_up(refuse, GPU, 1)
+    assert recorder.waited[-1] == (before, recording_stream(GPU))
 
 
 def refuse() -> None:
@@ -169,9 +158,9 @@ def test_after_a_recording_that_fails_all_runs_where_it_ran(
     before = recorder.current
     recorder.spoilt = spoilt
     with pytest.raises(raised):
-        recording.record(run, GPU)
+        record(run, GPU)
     assert recorder.current is before
     assert recorder.left == recorder.pools != []
     recorder.spoilt = False
-    recording.record(list, GPU)
+    record(list, GPU)
     assert recorder.current is before

@@ -15,16 +15,14 @@ import torch
 
 from replicas.config import ReplicaConfig
 from replicas.drafters import Ask
-from replicas.drafters.eagle3 import Eagle3Drafter, HeadRefused, HeadSource, load_head, read_head
+from replicas.drafters.eagle3 import HeadRefused, HeadSource, load_head, read_head
 from replicas.drafters.eagle3.config import head_config
 from replicas.drafters.eagle3.drafter import TOGETHER
-from replicas.memory import PairShape, plan_memory
+from replicas.memory import plan_memory
 from replicas.models.paged_model import Wants
-from replicas.replica import Replica
 from replicas.sampling.choice import SamplingBatch
 from replicas.stopwatch import Stopwatch
 from scheduler.messages import SamplingParams
-from tests.reference import plain_greedy
 from tests.replicas.built import built, uneven_model
 from tests.replicas.heads import TARGET_VOCAB, headed_replica, plain_head, said, save_head
 from tests.replicas.pool import Client, failing_pass, prompt
@@ -40,18 +38,34 @@ WIRINGS = [
 ]
 
 
-def drafts_of(replica: Replica, ids: list[str], k: int) -> tuple[list[list[int]], list[int]]:
-    """What the drafter of a replica proposes now for these residents, and how much of it."""
-    contents = [replica._residents[one].content for one in ids]
-    for one, content in zip(ids, contents, strict=True):
-        replica._blocks.grow(one, len(content) + k)
-    sampling = SamplingBatch.of([SamplingParams()] * len(ids), CPU)
-    table = replica._blocks.table(ids, CPU)
-    ask = Ask(ids, contents, [k] * len(ids), sampling, table, token_most=TARGET_VOCAB)
-    assert replica._drafter is not None
-    with torch.inference_mode():
-        proposal = replica._drafter.propose(ask, Stopwatch(CPU))
-    return proposal.tokens.t().tolist(), list(proposal.lens)
+class Headed(Client):
+    """A client of a replica whose head lies at this path."""
+
+    def __init__(self, path: str, **settings: object) -> None:
+        super().__init__(headed_replica(path, **settings))
+        self.path = path
+
+    def check_drafts(self, k: int) -> None:
+        """What the drafter proposes now for every row is what the equations say."""
+        blocks, drafter = self.replica.blocks, self.replica.drafter
+        ids, contents = list(self.contents), list(self.contents.values())
+        for one, content in self.contents.items():
+            blocks.grow(one, len(content) + k)
+        sampling = SamplingBatch.of([SamplingParams()] * len(ids), CPU)
+        table = blocks.table(ids, CPU)
+        ask = Ask(ids, contents, [k] * len(ids), sampling, table, token_most=TARGET_VOCAB)
+        assert drafter is not None
+        with torch.inference_mode():
+            proposal = drafter.propose(ask, Stopwatch(CPU))
+        assert list(proposal.lens) == [k] * len(ids)
+        drafts = [expected(self.path, content, k) for content in contents]
+        assert proposal.tokens.t().tolist() == drafts
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    """Of a head."""
+    return save_head(tmp_path, TARGET, said(True))
 
 
 def expected(path: str, content: list[int], k: int) -> list[int]:
@@ -83,17 +97,12 @@ def test_drafts_are_those_of_the_equations(
 ) -> None:
     """After prefill in chunks, plain steps, drafting ones, and rows of several lengths."""
     path = save_head(tmp_path, TARGET, said(speculators, kind, **wiring), pickled=pickled)
-    replica = headed_replica(path, prefill_chunk_tokens=8, plan_prefill_rows=1)
-    client = Client(replica)
+    client = Headed(path, prefill_chunk_tokens=8, plan_prefill_rows=1)
     client.prefill(new=60, a=prompt(23), b=prompt(2), c=prompt(9))
     for k, n in ((0, 2), (3, 2), (0, 1), (2, 3), (0, TOGETHER + 2)):
         client.steps(k, n)
-        drafts, lens = drafts_of(replica, ["a", "b", "c"], 4)
-        assert lens == [4, 4, 4]
-        for name, draft in zip("abc", drafts, strict=True):
-            assert draft == expected(path, client.contents[name], 4), (k, n, name)
-    reference = plain_greedy(target_model("llama"), prompt(23), 60)
-    assert client.new_tokens("a") == reference[: len(client.new_tokens("a"))]
+        client.check_drafts(4)
+    client.check()
 
 
 @pytest.mark.parametrize(
@@ -112,13 +121,11 @@ def test_a_head_may_bring_its_embedding_and_have_a_width_and_a_vocabulary_of_its
     config = read_head(path, TARGET)
     mapped = load_head(path, config, torch.float32, CPU).ids is not None
     assert mapped == (config.vocab_size < TARGET_VOCAB)
-    replica = headed_replica(path)
-    client = Client(replica)
+    client = Headed(path)
     client.prefill(a=prompt(7), b=prompt(12))
     for k in (0, 3):
         client.steps(k)
-        drafts, _ = drafts_of(replica, ["a", "b"], 3)
-        assert drafts == [expected(path, client.contents[name], 3) for name in "ab"]
+        client.check_drafts(3)
 
 
 def test_passes_of_fixed_shapes_draft_the_same(
@@ -126,85 +133,68 @@ def test_passes_of_fixed_shapes_draft_the_same(
 ) -> None:
     """Also where the head's keys and values lie as on a GPU."""
     path = save_head(tmp_path, TARGET, said(True, "qwen3"))
-    replica = headed_replica(path, graphs="on", plan_rows=2, plan_draft_len=3)
+    client = Headed(path, graphs="on", plan_rows=2, plan_draft_len=3)
     # Passes that are not replayed would run here.
-    monkeypatch.setattr(replica._drafter._passes, "model", None)  # type: ignore[union-attr]
-    client = Client(replica)
+    monkeypatch.setattr(client.replica.drafter.passes, "model", None)  # type: ignore[union-attr]
     client.prefill(a=prompt(7), b=prompt(12))
     for k in (0, 2, 3):
         client.steps(k)
-        drafts, _ = drafts_of(replica, ["a", "b"], 3)
-        assert drafts == [expected(path, client.contents[name], 3) for name in "ab"]
+        client.check_drafts(3)
 
 
-def test_a_row_of_one_token_drafts_from_its_second_step_on(tmp_path: Path) -> None:
-    replica = headed_replica(save_head(tmp_path, TARGET, said(True)))
-    client = Client(replica)
+def test_a_row_of_one_token_drafts_from_its_second_step_on(path: str) -> None:
+    client = Headed(path)
     client.prefill(a=prompt(1), b=prompt(5))
     assert [row.draft_tokens for row in client.steps(3).rows] == [0, 3]
     assert [row.draft_tokens for row in client.steps(3).rows] == [3, 3]
 
 
-def test_a_failed_batch_costs_a_row_one_plain_step(tmp_path: Path) -> None:
-    path = save_head(tmp_path, TARGET, said(True))
-    replica = headed_replica(path)
-    client = Client(replica)
+def test_a_failed_batch_costs_a_row_one_plain_step(path: str) -> None:
+    client = Headed(path)
     client.prefill(new=60, a=prompt(9), b=prompt(4))
     client.steps(3)
-    with failing_pass(replica, 3):
+    with pytest.raises(RuntimeError), failing_pass(client.replica, 3):
         client.steps(3, 5)
     assert sum(row.draft_tokens for row in client.steps(3).rows) == 0
     assert [row.draft_tokens for row in client.steps(3).rows] == [3, 3]
     # Nor does it forget what it saw before, or remember what was taken back.
     client.steps(0, 2)
-    with failing_pass(replica, 3):
+    with pytest.raises(RuntimeError), failing_pass(client.replica, 3):
         client.steps(0, 5)
     client.steps(0)
-    drafts, _ = drafts_of(replica, ["a", "b"], 4)
-    assert drafts == [expected(path, client.contents[name], 4) for name in "ab"]
+    client.check_drafts(4)
 
 
 @pytest.mark.parametrize("shared", [8, 9, 11])
-def test_a_shared_block_is_one_whose_next_token_is_the_same_too(
-    tmp_path: Path, shared: int
-) -> None:
+def test_a_shared_block_is_one_whose_next_token_is_the_same_too(path: str, shared: int) -> None:
     """The head's keys and values of a block's last position depend on the token behind it."""
-    path = save_head(tmp_path, TARGET, said(True))
-    replica = headed_replica(path)
-    client = Client(replica)
+    client = Headed(path)
     first = prompt(20)
     second = [*first[:shared], *((token + 1) % TARGET_VOCAB for token in first[shared:])]
     client.prefill(a=first)
     found = client.prefill(b=second).rows[0].reused
     assert found == (shared - 1) // 4 * 4
-    drafts, _ = drafts_of(replica, ["a", "b"], 4)
-    assert drafts == [expected(path, first, 4), expected(path, second, 4)]
+    client.check_drafts(4)
 
 
 @pytest.mark.parametrize("graphs", ["on", "off"])
 def test_a_row_that_cannot_draft_keeps_what_it_has_beside_one_that_does(
-    tmp_path: Path, graphs: str
+    path: str, graphs: str
 ) -> None:
-    path = save_head(tmp_path, TARGET, said(True))
-    replica = headed_replica(path, graphs=graphs, plan_rows=2, plan_draft_len=3)
-    client = Client(replica)
+    client = Headed(path, graphs=graphs, plan_rows=2, plan_draft_len=3)
     client.prefill(new=60, a=prompt(9), b=prompt(4))
-    with failing_pass(replica, 2):
+    with pytest.raises(RuntimeError), failing_pass(client.replica, 2):
         client.steps(3, 3, ["a"])
     assert [row.draft_tokens for row in client.steps(3).rows] == [0, 3]
-    drafts, _ = drafts_of(replica, ["a", "b"], 4)
-    assert drafts == [expected(path, client.contents[name], 4) for name in "ab"]
+    client.check_drafts(4)
 
 
-def test_rows_of_unequal_drafts_show_the_head_what_was_accepted(tmp_path: Path) -> None:
-    path = save_head(tmp_path, TARGET, said(True))
-    replica = headed_replica(path)
-    client = Client(replica)
+def test_rows_of_unequal_drafts_show_the_head_what_was_accepted(path: str) -> None:
+    client = Headed(path)
     client.prefill(new=60, a=prompt(9), b=prompt(4))
     for own in ({"a": 0}, {"b": 1}, {"b": 0}, {}):
         client.steps(3, 2, **own)
-        drafts, _ = drafts_of(replica, ["a", "b"], 3)
-        assert drafts == [expected(path, client.contents[name], 3) for name in "ab"]
+        client.check_drafts(3)
 
 
 @pytest.mark.parametrize("join", [True, False])
@@ -224,7 +214,7 @@ def test_the_targets_bits_do_not_depend_on_what_is_tapped(join: bool, dtype: tor
             out = model.forward(tokens[12:18], layout, Wants(taps=taps))
         assert [tap.shape for tap in out.taps] == [(6, 32)] * len(taps)
         assert out.logits is not None
-        found.append([out.logits, *(layer.clone() for layer in model.cache._layers)])
+        found.append([out.logits, *(layer.clone() for layer in model.cache.layers)])
     for one, other in zip(*found, strict=True):
         assert torch.equal(one, other)
 
@@ -233,8 +223,7 @@ def test_the_targets_bits_do_not_depend_on_what_is_tapped(join: bool, dtype: tor
 
 
 @pytest.mark.parametrize(
-    ("ids", "taps"),
-    [(None, (2, 1, 0)), ([2, 0, 1], (2, 0, 1)), ([1, 0], (2, 1))],
+    ("ids", "taps"), [(None, (2, 1, 0)), ([2, 0, 1], (2, 0, 1)), ([1, 0], (2, 1))]
 )
 def test_hidden_states_are_numbered_as_transformers_does(
     ids: list[int] | None, taps: tuple[int, ...]
@@ -301,10 +290,9 @@ def test_tensors_that_do_not_fit_are_refused_by_name(
     ],
 )
 def test_a_file_that_is_broken_is_refused_by_name(
-    tmp_path: Path, name: str, content: bytes | None
+    tmp_path: Path, path: str, name: str, content: bytes | None
 ) -> None:
     """None: it ends too early."""
-    path = save_head(tmp_path, TARGET, said(True))
     file = tmp_path / name
     file.write_bytes(file.read_bytes()[:-100] if content is None else content)
     with pytest.raises(HeadRefused, match=f"^{name}: "):
@@ -317,21 +305,14 @@ def test_what_training_left_behind_is_ignored(tmp_path: Path) -> None:
     load_head(path, read_head(path, TARGET), torch.float32, CPU)
 
 
-def test_memory_is_planned_for_the_head_that_will_be_loaded(tmp_path: Path) -> None:
-    path = save_head(tmp_path, TARGET, said(True))
-    replica = headed_replica(path)
-    drafter = replica._drafter
-    assert isinstance(drafter, Eagle3Drafter)
+def test_memory_is_planned_for_the_head_that_will_be_loaded(path: str) -> None:
     config = read_head(path, TARGET)
     head = load_head(path, config, torch.float32, CPU)
-    pair = dataclasses.replace(tiny_pair("llama"), draft=HeadSource(path, head))
-    shape: PairShape = pair.shape
+    shape = dataclasses.replace(tiny_pair("llama"), draft=HeadSource(path, head)).shape
     assert shape.draft.weights == 4 * sum(map(prod, config.tensors.values()))
     settings = ReplicaConfig(device="cpu", block_size=4, kv_blocks=64)
     plan = plan_memory(settings, shape, CPU, loaded=True)
     assert shape.draft.model is not None
     assert shape.draft.model.layers == 1
-    loaded = pair.drafter(settings, plan)
-    assert isinstance(loaded, Eagle3Drafter)
     layers = shape.target.layers * shape.target.kv_numbers + shape.draft.model.kv_numbers
     assert plan.block_bytes == 4 * 4 * layers

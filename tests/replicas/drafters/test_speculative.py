@@ -45,42 +45,26 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> str:
 # ------------------------------------------------------------------------------ the setting
 
 
+NUMBER = "num_speculative_tokens"
+
+
 @pytest.mark.parametrize(
-    ("said", "field", "message"),
+    ("said", "message"),
     [
-        (
-            {"method": "suffix", "modle": "x"},
-            ("speculative", "modle"),
-            "Extra inputs are not permitted",
-        ),
-        ({"method": "sufix"}, ("speculative", "method"), "'draft_model', 'suffix', 'eagle3'"),
-        ({"method": "eagle3"}, ("speculative",), "model: method eagle3 needs one"),
-        ({"method": "suffix", "model": "x"}, ("speculative",), "model: method suffix has none"),
-        (
-            {"method": "suffix", "num_speculative_tokens": 33},
-            ("speculative", "num_speculative_tokens"),
-            "less than or equal to 32",
-        ),
-        (
-            {"method": "none", "num_speculative_tokens": 2},
-            ("speculative",),
-            "num_speculative_tokens: method none drafts nothing",
-        ),
-        (
-            {"method": "suffix", "adaptive": False},
-            ("speculative",),
-            "num_speculative_tokens: needed where adaptive is false",
-        ),
+        ({"method": "suffix", "modle": "x"}, r"speculative\.modle\n.*Extra inputs"),
+        ({"method": "sufix"}, r"speculative\.method\n.*'draft_model', 'suffix', 'eagle3'"),
+        ({"method": "eagle3"}, r"speculative\n.*model: method eagle3 needs one"),
+        ({"method": "suffix", "model": "x"}, r"speculative\n.*model: method suffix has none"),
+        ({"method": "suffix", NUMBER: 33}, rf"speculative\.{NUMBER}\n.*less than or equal to 32"),
+        ({"method": "none", NUMBER: 2}, rf"speculative\n.*{NUMBER}: method none drafts nothing"),
+        ({"method": "suffix", "adaptive": False}, rf"speculative\n.*{NUMBER}: needed where"),
     ],
 )
 def test_a_setting_that_means_nothing_is_refused_by_name(
-    said: dict[str, object], field: tuple[str, ...], message: str
+    said: dict[str, object], message: str
 ) -> None:
-    with pytest.raises(ValidationError) as refused:
+    with pytest.raises(ValidationError, match=rf"^1 validation .*\n{message}"):
         ReplicaConfig(speculative=said)
-    (error,) = refused.value.errors()
-    assert error["loc"] == field
-    assert message in error["msg"]
 
 
 def test_draft_is_short_for_a_draft_model_and_may_not_contradict() -> None:
@@ -103,18 +87,18 @@ def test_draft_is_short_for_a_draft_model_and_may_not_contradict() -> None:
 
 def test_a_replica_says_what_drafts_and_how_far(head: str) -> None:
     suffix = loaded(speculative={"method": "suffix", "num_speculative_tokens": 3}, calibrate=False)
-    assert isinstance(suffix._drafter, SuffixDrafter)
+    assert isinstance(suffix.drafter, SuffixDrafter)
     spec = suffix.spec
     assert (spec.drafter, spec.draft, spec.draft_len_max, spec.draft_len) == ("suffix", "", 3, None)
     fixed = {"num_speculative_tokens": 4, "adaptive": False}
     headed = loaded(speculative={"method": "eagle3", "model": head, **fixed}, calibrate=False)
-    assert isinstance(headed._drafter, Eagle3Drafter)
+    assert isinstance(headed.drafter, Eagle3Drafter)
     spec = headed.spec
     assert (spec.drafter, spec.draft, spec.draft_len_max, spec.draft_len) == ("eagle3", head, 4, 4)
     plain = loaded(speculative={"method": "none"}, calibrate=False)
-    assert (plain._drafter, plain.spec.drafter, plain.spec.draft_len_max) == (None, "", 0)
+    assert (plain.drafter, plain.spec.drafter, plain.spec.draft_len_max) == (None, "", 0)
     pair = loaded(speculative={"method": "draft_model", "model": "tiny"}, calibrate=False)
-    assert isinstance(pair._drafter, ModelDrafter)
+    assert isinstance(pair.drafter, ModelDrafter)
     assert (pair.spec.drafter, pair.spec.draft) == ("draft_model", "tiny")
     tokens = [
         LocalEngine(one, SchedulerConfig(draft_len=3))
@@ -123,16 +107,6 @@ def test_a_replica_says_what_drafts_and_how_far(head: str) -> None:
         for one in (suffix, headed, plain, pair)
     ]
     assert tokens[0] == tokens[1] == tokens[2] == tokens[3]
-
-
-def test_a_head_that_is_hardly_ever_right_is_warned_about(
-    head: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    spec = loaded(speculative={"method": "eagle3", "model": head}).spec
-    assert "of first draft tokens right at load" in spec.drafter
-    assert "the wrong weights or taps?" in caplog.text
-    assert spec.acceptance is not None
-    assert spec.acceptance < 0.05
 
 
 def test_a_head_is_known_before_its_weights_are_read(head: str, tmp_path: Path) -> None:

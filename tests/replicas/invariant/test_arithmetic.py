@@ -17,6 +17,7 @@ from torch.nn.functional import linear
 
 from replicas.invariant import proof
 from replicas.invariant.ops import TILE, Arithmetic, Product, can_prepack
+from replicas.models.paged_model import Wants
 from tests.replicas.built import Rows, built, uneven_model, with_massive_activations
 from tests.tiny_pairs import ARCHITECTURES, target_model
 
@@ -69,8 +70,6 @@ def test_they_do_not_depend_on_what_was_computed_before(threads: int) -> None:
 
 def test_what_is_tapped_has_the_same_bits_as_well() -> None:
     """A drafter's head sees hidden states of prefills and of checks; transformers numbers them."""
-    from replicas.models.paged_model import Wants
-
     own = target_model("llama")
     model, _ = built(uneven_model("llama"))
     rows = Rows(model, (90,))
@@ -138,21 +137,21 @@ def test_passes_are_padded_to_numbers_of_tokens_that_are_proven() -> None:
     assert Arithmetic().padded(5) == 5, "what is not proven is not padded"
 
 
+@pytest.mark.parametrize(
+    ("bad", "fan_out"), [({1, 5, 80}, 321), (set(range(1, 65)), 322)], ids=["some", "all"]
+)
 def test_a_library_whose_bits_follow_the_number_of_tokens_is_found_out(
-    monkeypatch: pytest.MonkeyPatch,
+    bad: set[int], fan_out: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Passes are padded to other numbers then, to full tiles if need be."""
-    one = Product._one
-    for bad in ({1, 5, 80}, set(range(1, 65))):
-        proof._token_counts.cache_clear()
+    """Passes are padded to other numbers then, to full tiles if need be. No other test proves
+    products of these shapes, and a proof is kept for the process."""
 
-        def shaken(self: Product, x: torch.Tensor, bad: set[int] = bad) -> torch.Tensor:
-            noise = 1e-6 * x.shape[0] if x.shape[0] in bad else 0.0
-            return one(self, x) + noise
+    def shaken(x: torch.Tensor, *of_layer: torch.Tensor) -> torch.Tensor:
+        noise = 1e-6 * x.shape[0] if x.shape[0] in bad else 0.0
+        return linear(x, *of_layer) + noise
 
-        monkeypatch.setattr(Product, "_one", shaken)
-        arithmetic = proof.prove([(576, 320)], [16], [], prepack=True)
-        assert arithmetic.proven
-        assert not (bad - {TILE}) & set(arithmetic.tokens)
-        assert arithmetic.padded(5) == next(size for size in arithmetic.tokens if size >= 5) > 5
-    proof._token_counts.cache_clear()
+    monkeypatch.setattr("replicas.invariant.ops.linear", shaken)
+    arithmetic = proof.prove([(576, fan_out)], [16], [], prepack=False)
+    assert arithmetic.proven
+    assert not (bad - {TILE}) & set(arithmetic.tokens)
+    assert arithmetic.padded(5) == next(size for size in arithmetic.tokens if size >= 5) > 5

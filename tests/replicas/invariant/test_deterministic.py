@@ -6,12 +6,12 @@ refused where it does not hold is shown on a model whose tokens see each other.
 
 from __future__ import annotations
 
-import copy
 import random
 
 import pytest
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from cluster.local_engine import LocalEngine
 from replicas.config import ReplicaConfig
@@ -19,11 +19,13 @@ from replicas.invariant.check import ROWS, what_changes_logits
 from replicas.invariant.ops import Arithmetic, in_tiles
 from replicas.models import build as building
 from replicas.models.load import PairRefused
+from replicas.models.paged_model import PagedModel
 from replicas.replica import Replica
 from scheduler.config import SchedulerConfig
 from scheduler.messages import Request, SamplingParams
+from tests.oracle.worlds import run_staggered
 from tests.replicas.built import BLOCK_SIZE, uneven_model
-from tests.tiny_pairs import tiny_pair
+from tests.tiny_pairs import pair_in
 
 # With a scale there is nothing to calibrate; at this one about half of the tokens stray.
 TARGET = "planted:tiny?scale=0.65&layers=2"
@@ -50,34 +52,20 @@ def replica_of(dtype: str, sharing: bool = False, graphs: str = "off") -> Replic
     )
 
 
-def prompts(n: int) -> list[tuple[int, ...]]:
+def requests() -> list[Request]:
+    """Three greedy and three sampled ones."""
     rng = random.Random(5)
-    return [tuple(rng.randrange(512) for _ in range(rng.randint(1, 60))) for _ in range(n)]
-
-
-def run(
-    replica: Replica, batch: int, k: int | None, arrival: random.Random | None = None
-) -> list[list[int]]:
-    """Outputs of three greedy and three sampled requests; with `arrival` they come one by one
-    while others run."""
-    engine = LocalEngine(replica, SchedulerConfig(rows_max=batch, draft_len=k))
-    requests = [
-        Request(
-            str(i),
-            prompt,
-            NEW,
-            SamplingParams(temperature=0.8, top_p=0.9, seed=i) if i % 2 else SamplingParams(),
-        )
-        for i, prompt in enumerate(prompts(6))
+    prompts = [tuple(rng.randrange(512) for _ in range(rng.randint(1, 60))) for _ in range(6)]
+    hot = [SamplingParams(temperature=0.8, top_p=0.9, seed=i) for i in range(6)]
+    return [
+        Request(str(i), prompt, NEW, hot[i] if i % 2 else SamplingParams())
+        for i, prompt in enumerate(prompts)
     ]
-    if arrival is None:
-        return [output.tokens for output in engine.generate(requests)]
-    for request in arrival.sample(requests, len(requests)):
-        engine.submit(request)
-        for _ in range(arrival.randrange(4)):
-            engine.advance()
-    engine.run()
-    return [engine.outputs[request.id].tokens for request in requests]
+
+
+def run(replica: Replica, batch: int, k: int | None) -> list[list[int]]:
+    engine = LocalEngine(replica, SchedulerConfig(rows_max=batch, draft_len=k))
+    return [output.tokens for output in engine.generate(requests())]
 
 
 @pytest.mark.parametrize(
@@ -94,7 +82,8 @@ def test_output_is_the_same_whatever_the_batch_the_draft_and_the_schedule(
     alone = run(replica, 1, 0)
     for batch, k in ((6, 0), (3, 4), (6, 5), (6, None)):
         assert run(replica, batch, k) == alone
-    assert run(replica, 4, 3, random.Random(3)) == alone
+    staggered = run_staggered(replica, requests(), 4, 3, seed=3)
+    assert [output.tokens for output in staggered] == alone
     shared = replica_of(dtype, sharing=True, graphs=graphs)
     assert run(shared, 6, 3) == run(shared, 2, 2) == alone
 
@@ -103,11 +92,18 @@ def test_without_a_proof_float32_is_computed_in_tiles(monkeypatch: pytest.Monkey
     monkeypatch.setattr(building, "prove", lambda *_: Arithmetic())
     replica = replica_of("float32")
     assert run(replica, 6, 3) == run(replica, 1, 0)
-    model = uneven_model("llama")
-    config = ReplicaConfig(device="cpu", deterministic=True, block_size=BLOCK_SIZE)
-    paged, how = building.build(model, "tiny", config, 512, 256, False)
+    paged, how = deterministic(uneven_model("llama"))
     assert "in tiles" in how
-    assert what_changes_logits(paged, torch.arange(1, 1 + ROWS * 50).view(ROWS, 50), 200) is None
+    assert what_changes_logits(paged, TABLE, 200) is None
+
+
+TABLE = torch.arange(1, 1 + ROWS * 50).view(ROWS, 50)
+
+
+def deterministic(model: PreTrainedModel) -> tuple[PagedModel, str]:
+    dtype = str(model.dtype).removeprefix("torch.")
+    config = ReplicaConfig(device="cpu", dtype=dtype, deterministic=True, block_size=BLOCK_SIZE)
+    return building.build(model, "tiny", config, 512, 256, False)
 
 
 def _mixes_tokens(x: torch.Tensor) -> torch.Tensor:
@@ -118,11 +114,8 @@ def test_a_model_whose_tokens_see_their_batch_is_refused() -> None:
     """What is measured is the loaded model, not what is known of its kind."""
     model = uneven_model("llama").bfloat16()
     model.model.layers[0].mlp.act_fn.forward = _mixes_tokens
-    config = ReplicaConfig(
-        device="cpu", dtype="bfloat16", deterministic=True, block_size=BLOCK_SIZE
-    )
     with pytest.raises(building.NotDeterministic, match="logits change with"):
-        building.build(model, "tiny", config, 512, 256, False)
+        deterministic(model)
 
 
 def test_a_layer_that_is_not_row_wise_is_refused_by_name() -> None:
@@ -130,10 +123,8 @@ def test_a_layer_that_is_not_row_wise_is_refused_by_name() -> None:
         def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
             return x + y
 
-    pair = copy.deepcopy(tiny_pair("llama"))
-    pair.target.bfloat16().model.layers[1].mlp.extra = Two()
-    pair.draft.model.bfloat16()
-    pair = type(pair)(**{**vars(pair), "dtype": torch.bfloat16})
+    pair = pair_in(torch.bfloat16)
+    pair.target.model.layers[1].mlp.extra = Two()
     config = ReplicaConfig(device="cpu", dtype="bfloat16", deterministic=True, kv_blocks=512)
     with pytest.raises(PairRefused, match=r"extra: Two takes x, y"):
         Replica(pair, config)
@@ -141,12 +132,9 @@ def test_a_layer_that_is_not_row_wise_is_refused_by_name() -> None:
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "glm4"])
 def test_every_architecture_passes_the_measurement(architecture: str) -> None:
-    model = uneven_model(architecture).half()
-    config = ReplicaConfig(device="cpu", dtype="float16", deterministic=True, block_size=BLOCK_SIZE)
-    paged, how = building.build(model, "tiny", config, 512, 256, False)
+    paged, how = deterministic(uneven_model(architecture).half())
     assert paged.arithmetic.proven, how
-    table = torch.arange(1, 1 + ROWS * 50).view(ROWS, 50)
-    assert what_changes_logits(paged, table, 200) is None
+    assert what_changes_logits(paged, TABLE, 200) is None
 
 
 def test_a_function_in_tiles_sees_one_shape_and_gives_each_row_its_own() -> None:

@@ -39,25 +39,11 @@ def test_blocks_are_never_lost_or_shared(moves: list[tuple[int, int]]) -> None:
         assert allocator.free_blocks == 20 - sum(-(-n // 4) for n in lengths.values())
 
 
-def test_growth_beyond_the_free_blocks_is_refused_with_both_numbers() -> None:
-    allocator = BlockAllocator(blocks=2, block_size=4)
-    with pytest.raises(OutOfBlocks, match="3 KV blocks wanted, 2 are free"):
-        allocator.grow("a", 12)
-    allocator.check_integrity()
-
-
 def table_of(lengths: list[int]) -> torch.Tensor:
     allocator = BlockAllocator(blocks=400, block_size=4)
     for index, length in enumerate(lengths):
         allocator.grow(str(index), length)
     return allocator.table([str(index) for index in range(len(lengths))], CPU)
-
-
-def test_tables_are_padded_with_the_scrap_block() -> None:
-    table = table_of([9, 1])
-    assert table.shape == (2, 3)
-    assert table[1, 1:].tolist() == [SCRAP_BLOCK, SCRAP_BLOCK]
-    assert SCRAP_BLOCK not in table[0].tolist()
 
 
 def flat_slots(layout: PassLayout) -> list[int]:

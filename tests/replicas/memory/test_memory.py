@@ -67,9 +67,9 @@ def test_a_block_costs_what_the_caches_allocate_for_it(dtype: torch.dtype) -> No
         for s in SHAPES
     ]
     # One block more than asked for: the scrap block.
-    assert sum(
-        store.nbytes for cache in caches for store in cache._stores
-    ) == 10 * PAIR.block_bytes(4, dtype.itemsize)
+    assert sum(store.nbytes for cache in caches for store in cache.layers) == 10 * PAIR.block_bytes(
+        4, dtype.itemsize
+    )
 
 
 def test_a_size_of_the_kv_cache_is_turned_into_blocks() -> None:
@@ -317,7 +317,6 @@ def test_a_replica_in_the_least_memory_serves_the_same_tokens() -> None:
         tiny_replica("llama", kv_blocks=None, memory=1)
     replica = tiny_replica("llama", kv_blocks=None, memory=refused.value.least)
     assert (replica.spec.rows_max, replica.spec.kv_blocks) == (1, 64)
-    assert replica._work.pass_tokens == PASS_TOKENS_LEAST
     engine = LocalEngine(replica, SchedulerConfig(), check=True)
     prompts = [tuple(range(3, 3 + length)) for length in (5, 90, 20)]
     outputs = engine.generate([Request(str(i), prompt, 12) for i, prompt in enumerate(prompts)])

@@ -99,7 +99,7 @@ class World:
         self.shape = CacheShape(block_size, 96, self.heads, self.kv_heads, DIM)
         blocks = 180
         self.cache = PagedCache(1, self.kv_heads, DIM, blocks, block_size, torch.float32, CPU)
-        (layer,) = self.cache._layers
+        (layer,) = self.cache.layers
         layer.copy_(torch.randn(layer.shape, generator=generator))
         layer[SCRAP_BLOCK] = 1e4  # whatever attends there is found out
         rng = random.Random(seed)
@@ -123,7 +123,7 @@ class World:
         """One query after the other, over the positions of its own row."""
         grid = window.unpack(queries)
         out = torch.zeros_like(grid)
-        (layer,) = self.cache._layers
+        (layer,) = self.cache.layers
         for row in range(window.rows):
             kv = layer[self.table[row]].flatten(0, 1)  # [positions, 2, kv_heads, dim]
             for column in range(window.width):

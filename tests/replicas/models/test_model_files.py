@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -72,21 +73,21 @@ def _modules_of_this_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @LOADS
-def test_a_model_that_needs_code_of_its_own_is_refused(load: Load, tmp_path: Path) -> None:
-    mark = tmp_path / "mark"
-    target = with_own_code(tmp_path / "model", mark, "own-model")
-    with pytest.raises(ValueError, match="trust_remote_code"):
-        load(settings_for(target))
-    assert not mark.exists()
-
-
-@LOADS
-def test_a_model_of_a_known_type_is_loaded_by_the_code_that_is_installed(
-    load: Load, tmp_path: Path
+@pytest.mark.parametrize(
+    ("model_type", "trusted", "runs"),
+    [("own-model", False, None), ("own-model", True, True), ("llama", False, False)],
+    ids=["refused", "trusted", "of a known type"],
+)
+def test_code_of_a_model_runs_only_where_it_is_needed_and_trusted(
+    load: Load, model_type: str, trusted: bool, runs: bool | None, tmp_path: Path
 ) -> None:
+    """None: it is refused. A model of a known type is loaded by the code that is installed."""
     mark = tmp_path / "mark"
-    load(settings_for(with_own_code(tmp_path / "model", mark, "llama")))
-    assert not mark.exists()
+    target = with_own_code(tmp_path / "model", mark, model_type)
+    refused = pytest.raises(ValueError, match="trust_remote_code")
+    with refused if runs is None else nullcontext():
+        load(settings_for(target, trust_remote_code=trusted))
+    assert mark.exists() == bool(runs)
 
 
 def test_a_tokenizer_that_needs_code_of_its_own_is_refused(tmp_path: Path) -> None:
@@ -100,15 +101,6 @@ def test_a_tokenizer_that_needs_code_of_its_own_is_refused(tmp_path: Path) -> No
     assert not mark.exists()
 
 
-@LOADS
-def test_the_same_code_runs_when_it_is_trusted(load: Load, tmp_path: Path) -> None:
-    """So the mark above is one that running the code would have left."""
-    mark = tmp_path / "mark"
-    target = with_own_code(tmp_path / "model", mark, "own-model")
-    load(settings_for(target, trust_remote_code=True))
-    assert mark.exists()
-
-
 class Bomb:
     """A pickle of it runs a command when it is opened."""
 
@@ -120,30 +112,25 @@ class Bomb:
 
 
 @LOADS
+@pytest.mark.parametrize("beside", [False, True])
 @pytest.mark.parametrize("trusted", [False, True])
-def test_pickled_weights_are_not_opened(load: Load, trusted: bool, tmp_path: Path) -> None:
+def test_pickled_weights_are_not_opened(
+    load: Load, trusted: bool, beside: bool, tmp_path: Path
+) -> None:
+    """Nor where they lie beside others."""
     mark = tmp_path / "mark"
     target = Path(save_model(tmp_path / "model", WORDS, vocab_size=5))
-    (target / "model.safetensors").unlink()
+    if not beside:
+        (target / "model.safetensors").unlink()
     for name in ("pytorch_model.bin", "model.bin", "model.pt", "tokenizer.pkl"):
         (target / name).write_bytes(pickle.dumps(Bomb(mark)))
     options = settings_for(str(target), trust_remote_code=trusted)
-    if load is load_pair:
-        with pytest.raises(OSError, match="safetensors"):
-            load(options)
-    else:
+    refused = load is load_pair and not beside
+    with pytest.raises(OSError, match="safetensors") if refused else nullcontext():
         load(options)
     assert not mark.exists()
     pickle.loads((target / "model.bin").read_bytes())
     assert mark.exists(), "opening one would have left a mark"
-
-
-def test_weights_are_safetensors_even_where_a_pickle_lies_beside_them(tmp_path: Path) -> None:
-    mark = tmp_path / "mark"
-    target = Path(save_model(tmp_path / "model", WORDS, vocab_size=5))
-    (target / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb(mark)))
-    load_pair(settings_for(str(target)))
-    assert not mark.exists()
 
 
 def test_a_heads_pickle_may_hold_tensors_only(tmp_path: Path) -> None:

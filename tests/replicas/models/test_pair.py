@@ -51,8 +51,20 @@ def config(target: str, draft: str | None, **settings: object) -> ReplicaConfig:
 WORDS = ["a", "b", "c", "d"]
 
 
-def test_a_pair_with_one_vocabulary_loads_even_if_embeddings_are_padded(tmp_path: Path) -> None:
-    target = save_model(tmp_path / "t", WORDS, vocab_size=8)
+@pytest.fixture
+def target(tmp_path: Path) -> str:
+    return save_model(tmp_path / "t", WORDS, vocab_size=8)
+
+
+def set_quantization(target: str, **settings: object) -> None:
+    file = Path(target) / "config.json"
+    whole = json.loads(file.read_text()) | {"quantization_config": settings}
+    file.write_text(json.dumps(whole))
+
+
+def test_a_pair_with_one_vocabulary_loads_even_if_embeddings_are_padded(
+    target: str, tmp_path: Path
+) -> None:
     draft = save_model(tmp_path / "d", WORDS, vocab_size=6, num_hidden_layers=1)
     pair = load_pair(config(target, draft))
     assert pair.vocab_size == 5
@@ -61,16 +73,16 @@ def test_a_pair_with_one_vocabulary_loads_even_if_embeddings_are_padded(tmp_path
     assert not any(parameter.requires_grad for parameter in pair.target.parameters())
 
 
-def test_different_vocabularies_are_refused_with_the_first_difference(tmp_path: Path) -> None:
+def test_different_vocabularies_are_refused_with_the_first_difference(
+    target: str, tmp_path: Path
+) -> None:
     """Trap 10: target and draft with different vocabularies accepted silently."""
-    target = save_model(tmp_path / "t", WORDS, vocab_size=8)
     draft = save_model(tmp_path / "d", ["a", "b", "x", "d"], vocab_size=8)
     with pytest.raises(PairRefused, match=r"2 of them differ.*'c', which is 3 in the target"):
         load_pair(config(target, draft))
 
 
-def test_different_special_tokens_are_refused(tmp_path: Path) -> None:
-    target = save_model(tmp_path / "t", WORDS, vocab_size=8)
+def test_different_special_tokens_are_refused(target: str, tmp_path: Path) -> None:
     draft = save_model(tmp_path / "d", WORDS, vocab_size=8)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(draft)
     tokenizer.eos_token = "a"
@@ -79,34 +91,29 @@ def test_different_special_tokens_are_refused(tmp_path: Path) -> None:
         load_pair(config(target, draft))
 
 
-def test_a_target_serves_without_a_draft(tmp_path: Path) -> None:
-    target = save_model(tmp_path / "t", WORDS, vocab_size=8)
+def test_a_target_serves_without_a_draft(target: str) -> None:
     pair = load_pair(config(target, None, context_len=100))
     assert pair.draft is None
     assert pair.context_len == 100
 
 
-def test_a_context_over_the_models_limit_is_refused(tmp_path: Path) -> None:
-    target = save_model(tmp_path / "t", WORDS, vocab_size=8)
+def test_a_context_over_the_models_limit_is_refused(target: str) -> None:
     with pytest.raises(PairRefused, match="context_len: 257 is over the target's own limit of 256"):
         load_pair(config(target, None, context_len=257))
 
 
-def test_a_quantized_checkpoint_is_refused_with_its_method(tmp_path: Path) -> None:
-    target = Path(save_model(tmp_path / "t", WORDS, vocab_size=8))
-    settings = json.loads((target / "config.json").read_text())
-    settings["quantization_config"] = {"quant_method": "gptq", "bits": 4}
-    (target / "config.json").write_text(json.dumps(settings))
+def test_a_quantized_checkpoint_is_refused_with_its_method(target: str) -> None:
+    set_quantization(target, quant_method="gptq", bits=4)
     with pytest.raises(PairRefused, match=r"target: .* is quantized by gptq"):
-        load_pair(config(str(target), None))
+        load_pair(config(target, None))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_checkpoint_in_fp8_is_the_model_with_its_dequantized_weights(
-    tmp_path: Path, dtype: str
+    target: str, dtype: str
 ) -> None:
-    target = Path(save_model(tmp_path / "t", WORDS, vocab_size=8))
-    weights = load_file(target / "model.safetensors")
+    file = Path(target) / "model.safetensors"
+    weights = load_file(file)
     plain, stored = dict(weights), dict(weights)
     for name, weight in weights.items():
         if "proj" in name:
@@ -117,12 +124,10 @@ def test_a_checkpoint_in_fp8_is_the_model_with_its_dequantized_weights(
             plain[name] = (quantized.float() * scales).view_as(weight)
             stored[name] = quantized.view_as(weight)
             stored[f"{name}_scale_inv"] = scales[:, 0, :, 0].contiguous()
-    save_file(stored, target / "model.safetensors", {"format": "pt"})
-    settings = json.loads((target / "config.json").read_text())
-    settings["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [8, 8]}
-    (target / "config.json").write_text(json.dumps(settings))
-    of_fp8 = config(str(target), None, dtype=dtype)
-    for model in (load_pair(of_fp8).target, load_model(of_fp8, str(target))):
+    save_file(stored, file, {"format": "pt"})
+    set_quantization(target, quant_method="fp8", weight_block_size=[8, 8])
+    of_fp8 = config(target, None, dtype=dtype)
+    for model in (load_pair(of_fp8).target, load_model(of_fp8, target)):
         loaded = dict(model.named_parameters())
         assert loaded.keys() == plain.keys()
         for name, weight in plain.items():
@@ -146,11 +151,6 @@ def test_a_sliding_window_is_refused_unless_the_context_fits_in_it() -> None:
     with pytest.raises(PairRefused, match="set context_len to at most 128"):
         check_attention(model, 129)
     check_attention(Qwen3Config(**SHAPE), 256)
-
-
-def test_demo_names_the_embedded_pair() -> None:
-    assert resolve("tiny", "target") != resolve("tiny", "draft")
-    assert resolve("some/name") == "some/name"
 
 
 def test_a_revision_of_the_hub_is_a_snapshot(
@@ -269,9 +269,8 @@ def test_embeddings_padded_to_different_sizes_change_nothing(
         assert max(max(output.tokens) for output in outputs) >= draft_vocab
 
 
-def test_attention_that_is_not_the_plain_one_is_refused_at_load(tmp_path: Path) -> None:
+def test_attention_that_is_not_the_plain_one_is_refused_at_load(target: str) -> None:
     """A soft cap on the scores would silently be left out, and the tokens would be others."""
-    target = save_model(tmp_path / "t", WORDS, vocab_size=8)
     shape = {**SHAPE, "vocab_size": 8, "num_hidden_layers": 2}
     capped = Gemma2Config(**shape, sliding_window=256, attn_logit_softcapping=50.0)
     Gemma2ForCausalLM(capped).save_pretrained(target)

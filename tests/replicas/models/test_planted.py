@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 from pydantic import ValidationError
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from cluster.local_engine import LocalEngine, Output
 from replicas.config import ReplicaConfig
 from replicas.models.load import PairRefused
 from replicas.models.pair import load_pair
-from replicas.models.planted import map_shift, plant, planted_config, share_following
+from replicas.models.planted import map_shift, plant as plant_on, planted_config, share_following
 from replicas.models.shapes import DRAFTS, SHAPES, BadPlantedName, parse_planted
 from replicas.replica import Replica
 from scheduler.config import SchedulerConfig
@@ -29,6 +29,10 @@ def config(target: str, draft: str | None = "planted:tiny-draft", **more: object
     return ReplicaConfig(
         target=target, draft=draft, device="cpu", **{"kv_blocks": 1024, "block_size": 8, **more}
     )
+
+
+def plant(name: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    return plant_on(name, CPU, dtype, "sdpa", 0.7)
 
 
 def generate(
@@ -55,43 +59,40 @@ def test_a_served_pair_accepts_what_its_name_says(wanted: float) -> None:
 def test_a_target_follows_the_map_as_often_on_prompts_that_it_was_not_calibrated_on(
     seed: int,
 ) -> None:
-    planted = plant("planted:tiny?acceptance=0.6", CPU, torch.float32, "sdpa", 0.7)
+    planted = plant("planted:tiny?acceptance=0.6")
     assert planted.config.planted_follows == pytest.approx(0.6, abs=0.011)
     assert share_following(planted, seed) == pytest.approx(0.6, abs=0.05)
 
 
 def test_a_target_that_strays_depends_on_its_whole_context() -> None:
     """Else a broken cache would go unseen: the first token decides what follows much later."""
-    model = plant("planted:tiny?acceptance=0.3", CPU, torch.float32, "sdpa", 0.7)
+    model = plant("planted:tiny?acceptance=0.3")
     tail = list(range(40, 60))
     outputs = {tuple(plain_greedy(model, [first, *tail], 12)) for first in range(1, 9)}
     assert len(outputs) > 4
 
 
 def test_a_scale_in_the_name_is_the_calibrated_model_without_calibration() -> None:
-    found = plant("planted:tiny?acceptance=0.8", CPU, torch.float32, "sdpa", 0.7)
-    given = plant(
-        f"planted:tiny?scale={found.config.planted_scale!r}", CPU, torch.float32, "sdpa", 0.7
-    )
+    found = plant("planted:tiny?acceptance=0.8")
+    given = plant(f"planted:tiny?scale={found.config.planted_scale!r}")
     assert given.config.planted_follows is None
     for ours, theirs in zip(found.parameters(), given.parameters(), strict=True):
         assert torch.equal(ours, theirs)
 
 
 def test_the_same_name_is_the_same_model_and_another_seed_another() -> None:
-    models = [
-        plant(f"planted:tiny?scale=1&seed={seed}", CPU, torch.bfloat16, "sdpa", 0.7)
+    a, b, c = (
+        next(plant(f"planted:tiny?scale=1&seed={seed}", torch.bfloat16).parameters())
         for seed in (5, 5, 6)
-    ]
-    a, b, c = [next(model.parameters()) for model in models]
+    )
     assert a.dtype is torch.bfloat16
     assert torch.equal(a, b)
     assert not torch.equal(a, c)
 
 
 def test_another_depth_has_the_same_first_layers() -> None:
-    deep = plant("planted:tiny?scale=1", CPU, torch.float32, "sdpa", 0.7)
-    thin = plant("planted:tiny?scale=1&layers=2", CPU, torch.float32, "sdpa", 0.7)
+    deep = plant("planted:tiny?scale=1")
+    thin = plant("planted:tiny?scale=1&layers=2")
     weights = dict(deep.named_parameters())
     assert thin.config.num_hidden_layers == 2
     for name, weight in thin.named_parameters():
@@ -103,7 +104,7 @@ def test_any_config_directory_can_be_planted(tmp_path: Path, model_type: str) ->
     sizes = {**SHAPES["tiny"], "model_type": model_type, "num_hidden_layers": 3}
     (tmp_path / "config.json").write_text(json.dumps(sizes))
     name = f"planted:{tmp_path}?acceptance=0.5"
-    planted = plant(name, CPU, torch.float32, "sdpa", 0.7)
+    planted = plant(name)
     assert planted.config.model_type == model_type
     assert share_following(planted, 9) == pytest.approx(0.5, abs=0.06)
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -26,7 +27,7 @@ from replicas.models.shapes import SHAPES
 from replicas.parallel import ranks, replica as parallel
 from replicas.parallel.ranks import Failure, Ranks, ReplicaBroken
 from replicas.parallel.rendezvous import Address, Channel, Store, host_store, join_store
-from replicas.parallel.replica import LocalRank, ParallelReplica, load_parallel
+from replicas.parallel.replica import LocalRank, ParallelReplica, load_parallel, start_here
 from replicas.replica import Replica
 from scheduler.config import SchedulerConfig
 from scheduler.decoding import Decoding
@@ -70,18 +71,14 @@ def run(replica: Replica | ParallelReplica, batch: int, k: int) -> list[list[int
     return [output.tokens for output in engine.generate(requests)]
 
 
+Load = Callable[[ReplicaConfig], ParallelReplica]
+TWO = config("tiny", tensor_parallel=2)
+
+
 @pytest.fixture
-def loaded() -> Iterator[list[ParallelReplica]]:
-    replicas: list[ParallelReplica] = []
-    yield replicas
-    for replica in replicas:
-        replica.close()
-
-
-def process_of(replica: ParallelReplica) -> LocalRank:
-    (handle,) = replica._ranks._handles
-    assert isinstance(handle, LocalRank)
-    return handle
+def load() -> Iterator[Load]:
+    with ExitStack() as stack:
+        yield lambda config: stack.enter_context(closing(load_parallel(config)))
 
 
 # --------------------------------------------------------------------------- one replica
@@ -96,12 +93,7 @@ def process_of(replica: ParallelReplica) -> LocalRank:
     ],
 )
 def test_two_ranks_give_the_tokens_of_one(
-    tmp_path: Path,
-    model_type: str,
-    vocab: int,
-    bias: bool,
-    speculative: dict[str, str],
-    loaded: list[ParallelReplica],
+    tmp_path: Path, model_type: str, vocab: int, bias: bool, speculative: dict[str, str], load: Load
 ) -> None:
     """With every kind of drafter, all on rank 0. An odd vocabulary cannot be divided: its output
     matrix stays whole."""
@@ -120,8 +112,7 @@ def test_two_ranks_give_the_tokens_of_one(
         calibrate=model_type == "llama",
     )
     single = Replica.load(settings)
-    double = load_parallel(settings.model_copy(update={"tensor_parallel": 2}))
-    loaded.append(double)
+    double = load(settings.model_copy(update={"tensor_parallel": 2}))
     # Layers that are divided are the model's own, and sums of parts have other bits.
     assert "separate layers" in double.spec.arithmetic
     told = {name: getattr(double.spec, name) for name in ("arithmetic", "fingerprint", "timings")}
@@ -138,15 +129,22 @@ def test_deterministic_holds_on_two_ranks_which_end_with_their_caller(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # A process takes more than a second to end, and longer on a busy machine.
-    monkeypatch.setattr(ranks, "_LEAVE_S", 100.0)
-    double = load_parallel(config("tiny", tensor_parallel=2, dtype="bfloat16", deterministic=True))
+    monkeypatch.setattr(ranks, "LEAVE_S", 100.0)
+    started: list[LocalRank] = []
+
+    def start(*given: Any) -> LocalRank:
+        started.append(start_here(*given))
+        return started[-1]
+
+    two = config("tiny", tensor_parallel=2, dtype="bfloat16", deterministic=True)
+    double = load_parallel(two, start)
     assert run(double, 1, 0) == run(double, 5, 4) == run(double, 3, 1)
     double.close()
-    assert process_of(double).ended() == "exit code 0"
+    assert [one.ended() for one in started] == ["exit code 0"]
 
 
 def test_an_error_of_all_ranks_breaks_nothing_and_one_of_rank_0_does(
-    loaded: list[ParallelReplica], monkeypatch: pytest.MonkeyPatch
+    load: Load, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ranks that wait for rank 0 are not waited for. And a rank has the part that was planned
     before weights were read."""
@@ -158,8 +156,7 @@ def test_an_error_of_all_ranks_breaks_nothing_and_one_of_rank_0_does(
 
     monkeypatch.setattr("replicas.memory.plan.plan_memory", plan)
     monkeypatch.setattr(parallel, "plan_memory", plan)
-    double = load_parallel(config("tiny", tensor_parallel=2))
-    loaded.append(double)
+    double = load(TWO)
     before, after = planned
     assert before == after
     whole = config("tiny")
@@ -174,7 +171,7 @@ def test_an_error_of_all_ranks_breaks_nothing_and_one_of_rank_0_does(
     assert len(run(double, 2, 2)) == 5
 
     monkeypatch.setattr(parallel, "FAILED_S", 0.5)
-    monkeypatch.setattr(double._replica._target, "forward", lambda *args, **kwargs: 1 / 0)
+    monkeypatch.setattr(double.replica.target, "forward", lambda *args, **kwargs: 1 / 0)
     with pytest.raises(ReplicaBroken, match=r"rank 1 has not answered within 0\.5 s"):
         run(double, 2, 2)
 
@@ -189,13 +186,13 @@ follow = parallel.follow
 
 def _breaking(how: str, config: ReplicaConfig, rank: int, address: Address) -> None:
     """A rank as any other, but for its verification of FATAL draft tokens."""
-    load = parallel._load_rank
+    load = parallel.load_rank
 
     def loaded(*args: Any) -> Any:
         if how == "lacks":
             raise KeyError("q_proj")
         replica, drafter = load(*args)
-        forward = replica._target.forward
+        forward = replica.target.forward
 
         def fails(tokens, layout, *wants):  # type: ignore[no-untyped-def]
             if tokens.shape[0] == ROWS * (FATAL + 1):
@@ -204,10 +201,10 @@ def _breaking(how: str, config: ReplicaConfig, rank: int, address: Address) -> N
                 raise MemoryError("no room here")
             return forward(tokens, layout, *wants)
 
-        replica._target.forward = fails  # type: ignore[method-assign]
+        replica.target.forward = fails  # type: ignore[method-assign]
         return replica, drafter
 
-    vars(parallel).update(_load_rank=loaded, FAILED_S=0.5)
+    vars(parallel).update(load_rank=loaded, FAILED_S=0.5)
     follow(config, rank, address)
 
 
@@ -219,12 +216,11 @@ def _breaking(how: str, config: ReplicaConfig, rank: int, address: Address) -> N
     ],
 )
 def test_a_rank_that_breaks_within_a_step_is_not_waited_for(
-    how: str, message: str, loaded: list[ParallelReplica], monkeypatch: pytest.MonkeyPatch
+    how: str, message: str, load: Load, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 0 is inside a sum then; the process group would end that after minutes, unnamed."""
     monkeypatch.setattr(parallel, "follow", partial(_breaking, how))
-    double = load_parallel(config("tiny", tensor_parallel=2))
-    loaded.append(double)
+    double = load(TWO)
     assert len(run(double, ROWS, FATAL - 1)) == 5
     for _ in range(2):
         with pytest.raises(ReplicaBroken, match=message):
@@ -273,13 +269,6 @@ def test_a_rank_that_disagrees_breaks_the_replica_for_good(
     assert all(handle.left for handle in handles)
 
 
-def test_a_rank_that_never_answers_is_named(silent: tuple[Ranks, Store, list[_Silent]]) -> None:
-    told, theirs, _ = silent
-    Channel(theirs, 1, of_rank_0=False).send(True)
-    with pytest.raises(ReplicaBroken, match=r"rank 2 has not answered within 0\.2 s"):
-        told.collect(bool, 0.2)
-
-
 # --------------------------------------------------------------------------- messages
 
 
@@ -310,7 +299,7 @@ def test_what_a_rank_fails_with_while_it_loads_is_told(monkeypatch: pytest.Monke
     """Rank 0 waits to meet it."""
     monkeypatch.setattr(parallel, "follow", partial(_breaking, "lacks"))
     with pytest.raises(PairRefused, match=r"rank 1 (failed with|has ended:) KeyError: 'q_proj'"):
-        load_parallel(config("tiny", tensor_parallel=2))
+        load_parallel(TWO)
 
 
 def test_a_rank_that_cannot_be_started_ends_those_that_were() -> None:

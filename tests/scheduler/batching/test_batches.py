@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 
-from scheduler.messages import BatchKind, Dispatch
-from tests.scheduler.hand import Hand, batches_of, only, rows_of
+from scheduler.messages import BatchKind
+from tests.scheduler.hand import Hand, batches_of, rows_of
 
 
 def test_a_replica_gets_no_batch_of_more_rows_than_its_memory_lasts_for() -> None:
@@ -13,8 +13,7 @@ def test_a_replica_gets_no_batch_of_more_rows_than_its_memory_lasts_for() -> Non
     hand.join(rows_max=3, draft_len_max=2)
     for name in "abcdefgh":
         hand.submit(name)
-    for _ in range(30):
-        hand.done(hand.in_flight()[0])
+    hand.work(30)
     assert max(len(batch.rows) for batch in hand.batches.values()) == 3
     assert {batch.draft_len for batch in hand.batches.values() if batch.rows} == {2}
 
@@ -26,8 +25,7 @@ def test_prefill_batches_do_not_follow_each_other_while_rows_are_ready() -> None
         hand.submit(str(index))
     kinds = []
     for _ in range(40):
-        actions = hand.done(hand.in_flight()[0])
-        kinds += [batch.kind for batch in batches_of(actions)]
+        kinds += [batch.kind for batch in batches_of(hand.work())]
     assert all(str(index) in hand.tokens for index in range(12)), "a row starved"
     after_first_step = kinds[kinds.index(BatchKind.SPECULATE) :]
     assert (BatchKind.PREFILL, BatchKind.PREFILL) not in set(itertools.pairwise(after_first_step))
@@ -50,7 +48,7 @@ def test_several_steps_per_batch_only_where_no_other_row_waits() -> None:
     hand = Hand(rows_max=2, steps_per_batch_max=4)
     hand.join()
     hand.submit("a")
-    (batch,) = batches_of(hand.done(hand.in_flight()[0]))
+    (batch,) = batches_of(hand.work())
     assert batch.steps == 1, "the first token waits for no second one"
     (batch,) = batches_of(hand.done(batch))
     assert batch.steps == 4
@@ -67,8 +65,8 @@ def test_waiting_requests_that_do_not_fit_do_not_shorten_batches() -> None:
     hand.join(kv_blocks=30)
     hand.submit("a")  # 26 of 30 blocks
     hand.submit("b")
-    (batch,) = batches_of(hand.done(hand.in_flight()[0]))
-    (batch,) = batches_of(hand.done(batch))
+    hand.work()
+    (batch,) = batches_of(hand.work())
     assert (rows_of(batch), batch.steps) == (["a"], 4)
 
 
@@ -89,15 +87,3 @@ def test_each_row_drafts_within_its_own_limits() -> None:
         "last": 0,
     }
     assert batch.draft_len == 5
-
-
-def test_actions_of_a_finished_row_come_before_the_batch_that_takes_its_blocks() -> None:
-    hand = Hand()
-    hand.join(kv_blocks=2)
-    hand.submit("a", 3, 5)
-    hand.submit("b", 3, 5)
-    (batch,) = hand.settle()
-    actions = hand.done(batch, a=(1, 1, 1, 1, 1))
-    names = [type(action).__name__ for action in actions]
-    assert names == ["Emit", "Finish", "Release", "Dispatch"]
-    assert rows_of(only(actions, Dispatch).batch) == ["b"]

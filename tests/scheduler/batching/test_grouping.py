@@ -108,27 +108,26 @@ def _growth(name: str, rng: Random) -> int:
     return 0 if name == "still" else 1
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(
     st.integers(1, 40),
     st.integers(1, 8),
     st.integers(1, 5),
     st.integers(1, 3),
     st.sampled_from(["random", "still", "chasing"]),
-    st.randoms(use_true_random=False),
+    st.integers(0, 2**32),
 )
 def test_no_row_waits_beyond_the_bound(
-    count: int, rows_max: int, wait_rounds: int, in_flight: int, way: str, rng: Random
+    count: int, rows_max: int, wait_rounds: int, in_flight: int, way: str, seed: int
 ) -> None:
     """A search for a counter-example: rows of hostile lengths step, grow and come back while
     others are in flight. Growing by nothing keeps the most attractive rows attractive for ever;
     `chasing` rows stand beside the oldest, so that no other goes with it."""
+    rng = Random(seed)
     lengths = {str(i): rng.choice([1, 5, 9, 100 * i, rng.randint(1, 200)]) for i in range(count)}
     rows = ready_rows(list(lengths.values()))
-    per_round, bound = (
-        batches_per_round(count, rows_max),
-        passes_bound(count, rows_max, wait_rounds),
-    )
+    per_round = batches_per_round(count, rows_max)
+    bound = passes_bound(count, rows_max, wait_rounds)
     batches: list[list[str]] = []
     for _ in range(150):
         if len(batches) >= in_flight or not rows:
@@ -139,8 +138,8 @@ def test_no_row_waits_beyond_the_bound(
                     lengths[row] = lengths[oldest] + 1
                 rows.add(row, lengths[row], new=rng.random() < 0.1)
         batches.append(take(rows, rows_max, per_round, wait_rounds))
-        rows.check_integrity()
         assert all(rows.passes(row) <= bound for row in rows)
+    rows.check_integrity()
 
 
 @pytest.mark.parametrize(

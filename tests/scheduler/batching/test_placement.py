@@ -8,16 +8,7 @@ from tests.scheduler.hand import Hand, rows_of
 
 
 def where(hand: Hand) -> dict[str, str]:
-    sequences = hand.scheduler._pool.sequences
-    return {name: one.replica_id for name, one in sequences.items() if one.replica_id}
-
-
-def run(hand: Hand, replica_ids: tuple[str, ...], rounds: int) -> None:
-    """Answers `rounds` batches of each replica with one token per row."""
-    for _ in range(rounds):
-        for replica_id in replica_ids:
-            for batch in hand.in_flight(replica_id)[:1]:
-                hand.done(batch)
+    return {one.id: one.replica_id for one in hand.sequences() if one.replica_id}
 
 
 def test_load_goes_before_length_when_the_imbalance_is_large() -> None:
@@ -29,11 +20,11 @@ def test_load_goes_before_length_when_the_imbalance_is_large() -> None:
     hand.join("two")
     hand.submit("elsewhere", 200)
     assert where(hand)["elsewhere"] == "two"
-    run(hand, ("one", "two"), 2)
+    hand.work(2, "one", "two")
     for index in range(12):
         hand.submit(f"more{index}", 10)
-        run(hand, ("one", "two"), 2)
-    loads = [hand.status(name).residents for name in ("one", "two")]
+        hand.work(2, "one", "two")
+    loads = [hand.replica(name).load for name in ("one", "two")]
     assert sum(loads) == 16
     assert abs(loads[0] - loads[1]) <= 2 + 1
 
@@ -57,7 +48,7 @@ def test_a_lighter_replica_without_free_blocks_is_not_waited_for() -> None:
     hand.join("large")
     for index in range(3):
         hand.submit(str(index), 3, 50)
-        run(hand, ("small", "large"), 3)
+        hand.work(3, "small", "large")
     hand.submit("near", 100, 50)
     assert where(hand)["near"] == "large"
 
@@ -70,35 +61,31 @@ def submit_small(hand: Hand, name: str) -> None:
     hand.submit(name, 4, 700)  # 2 blocks
 
 
-def submit_big(hand: Hand) -> None:
-    hand.submit("big", 4, 3100)  # 8 blocks
-
-
-def fill(hand: Hand, *replica_ids: str) -> None:
-    """Joins these replicas and fills them with small sequences."""
+def full(passes_max: int, small: int, *replica_ids: str) -> Hand:
+    """These replicas are full of small sequences; a big one waits, and then so many small ones."""
+    hand = Hand(passes_max=passes_max)
     for replica_id in replica_ids:
         hand.join(replica_id, **FIVE_SMALL)
     for index in range(5 * len(replica_ids)):
         submit_small(hand, f"old{index}")
-        run(hand, replica_ids, 2)
+        hand.work(2, *replica_ids)
     assert all(hand.used(replica_id) == 10 for replica_id in replica_ids)
+    hand.submit("big", 4, 3100)  # 8 blocks
+    for index in range(small):
+        submit_small(hand, f"small{index}")
+    return hand
 
 
 def finish_one(hand: Hand, replica_id: str) -> None:
     """Cancels the oldest resident and answers what is in flight, so that its blocks are free."""
-    residents = hand.scheduler._pool.replicas[replica_id].residents
-    if residents:
-        hand.cancel(next(iter(residents)))
-    run(hand, (replica_id,), 4)
+    for oldest in list(hand.replica(replica_id).residents)[:1]:
+        hand.cancel(oldest)
+    hand.work(4, replica_id)
 
 
 def test_a_sequence_that_does_not_fit_is_overtaken_a_few_times_and_then_holds_the_line() -> None:
     for passes_max in (1, 4):
-        hand = Hand(passes_max=passes_max)
-        fill(hand, "r")
-        submit_big(hand)
-        for index in range(30):
-            submit_small(hand, f"small{index}")
+        hand = full(passes_max, 30, "r")
         for _ in range(passes_max + 5):
             finish_one(hand, "r")
         assert "big" in where(hand), "starved by smaller ones"
@@ -109,22 +96,16 @@ def test_a_sequence_that_does_not_fit_is_overtaken_a_few_times_and_then_holds_th
 
 
 def test_a_held_line_on_one_replica_does_not_stop_the_others() -> None:
-    hand = Hand(passes_max=1)
-    fill(hand, "one", "two")
-    submit_big(hand)
-    for index in range(60):
-        submit_small(hand, f"small{index}")
-    replicas = hand.scheduler._pool.replicas
-    for _ in range(2):
-        for name in ("one", "two"):
-            if replicas[name].reserved_for is None:
-                finish_one(hand, name)
-    (reserved,) = (name for name in ("one", "two") if replicas[name].reserved_for == "big")
+    hand = full(1, 60, "one", "two")
+    for name in ("one", "two", "one", "two"):
+        if hand.replica(name).reserved_for is None:
+            finish_one(hand, name)
+    (reserved,) = (one for one in ("one", "two") if hand.replica(one).reserved_for == "big")
     (other,) = {"one", "two"} - {reserved}
     for _ in range(10):
         finish_one(hand, other)
         assert hand.used(other) == 10, "the other replica goes idle"
-    assert "big" in hand.scheduler._pool.waiting
+    assert "big" in hand.waiting()
     for _ in range(4):
         finish_one(hand, reserved)
     assert where(hand)["big"] == reserved
@@ -132,22 +113,18 @@ def test_a_held_line_on_one_replica_does_not_stop_the_others() -> None:
 
 @pytest.mark.parametrize("end", ["cancel", "lose", "drain"])
 def test_a_reservation_ends_with_the_sequence_or_with_the_replica(end: str) -> None:
-    hand = Hand(passes_max=1)
-    fill(hand, "r")
-    submit_big(hand)
-    for index in range(9):
-        submit_small(hand, f"small{index}")
-    replica = hand.scheduler._pool.replicas["r"]
+    hand = full(1, 9, "r")
+    replica = hand.replica()
     while replica.reserved_for is None:
         finish_one(hand, "r")
     if end == "cancel":
         hand.cancel("big")
-        run(hand, ("r",), 4)
+        hand.work(4)
         assert hand.used() == 10, "the line moves again"
     else:
         getattr(hand, end)("r")
         hand.join("next", **FIVE_SMALL)
         # Whoever was in flight when it died comes in by itself first.
-        run(hand, ("next",), 120 if end == "lose" else 4)
+        hand.work(120 if end == "lose" else 4, "next")
         assert hand.used("next") == 10
     assert replica.reserved_for is None

@@ -6,8 +6,8 @@ import itertools
 
 import pytest
 
-from scheduler.messages import Batch, BatchKind, FinishReason, Release
-from tests.scheduler.hand import Hand, batches_of, only, released, rows_of
+from scheduler.messages import Batch, BatchKind
+from tests.scheduler.hand import Hand, batches_of, released, rows_of
 
 
 def spans(batch: Batch) -> dict[str, tuple[int, int | None]]:
@@ -18,17 +18,11 @@ def prefills(hand: Hand) -> list[Batch]:
     return [batch for batch in hand.batches.values() if batch.kind is BatchKind.PREFILL]
 
 
-def work(hand: Hand, batches: int) -> None:
-    for _ in range(batches):
-        if hand.in_flight():
-            hand.done(hand.in_flight()[0])
-
-
 def test_a_long_prompt_is_filled_in_chunks_and_its_content_is_sent_once() -> None:
     hand = Hand(prefill_tokens_max=10)
     hand.join()
     hand.submit("a", length=26)
-    work(hand, 3)
+    hand.work(3)
     assert [spans(batch)["a"] for batch in prefills(hand)] == [(0, 10), (10, 20), (20, 25)]
     assert [len(batch.prefill[0].tokens) for batch in prefills(hand)] == [26, 0, 0]
     (batch,) = hand.in_flight()
@@ -39,9 +33,9 @@ def test_running_rows_step_between_two_chunks() -> None:
     hand = Hand(prefill_tokens_max=10, rows_max=2)
     hand.join()
     hand.submit("a")
-    work(hand, 3)
+    hand.work(3)
     hand.submit("long", length=101)
-    work(hand, 25)
+    hand.work(25)
     kinds = [batch.kind for batch in hand.batches.values()][1:]
     assert len(prefills(hand)) == 11
     assert (BatchKind.PREFILL, BatchKind.PREFILL) not in itertools.pairwise(kinds)
@@ -55,9 +49,9 @@ def test_a_short_prompt_passes_a_long_one_that_is_being_filled() -> None:
     hand.submit("long", length=201)
     hand.submit("short", length=6)
     assert spans(prefills(hand)[1]) == {"short": (0, 5)}, "behind the first chunk"
-    work(hand, 2)
+    hand.work(2)
     hand.submit("later", length=6)
-    work(hand, 2)
+    hand.work(2)
     first = next(batch for batch in prefills(hand) if "later" in rows_of(batch))
     assert spans(first)["later"] == (0, 5)
     begin, until = spans(first)["long"]
@@ -71,7 +65,7 @@ def test_the_oldest_has_at_least_half_of_every_batch_whatever_comes() -> None:
     hand.submit("long", length=81, max_new_tokens=400)
     for index in range(120):
         hand.submit(str(index), length=5, max_new_tokens=400)
-        work(hand, 1)
+        hand.work()
     batches = [batch for batch in prefills(hand) if "long" in rows_of(batch)]
     assert sum(spans(batch)["long"][1] == 80 for batch in batches) == 1, "it was filled"
     for batch in batches[1:-1]:
@@ -97,7 +91,7 @@ def test_what_is_left_of_the_tokens_goes_to_the_row_with_the_least_to_fill() -> 
     (batch, _) = hand.in_flight()[1:]
     assert spans(batch) == {"c": (8, 11)}
     hand.done(first)
-    work(hand, 2)
+    hand.work(2)
     batch = next(o for o in prefills(hand) if "a" in rows_of(o) and o is not first)
     assert spans(batch)["a"] == (8, 16)
 
@@ -117,75 +111,45 @@ def test_a_new_prompt_has_a_place_beside_a_long_one_however_few_there_are(rows_m
     hand.join()
     hand.submit("long", length=401, max_new_tokens=1)
     hand.submit("a", length=3)
-    work(hand, 1)
+    hand.work()
     assert set(rows_of(hand.in_flight()[0])) == {"long", "a"}
 
 
-class Partial:
-    """A hand on a replica that holds a row filled in part: 10 of 25 positions."""
-
-    def __init__(self) -> None:
-        self.hand = Hand(prefill_tokens_max=10, batches_in_flight_max=1, rows_max=2)
-        self.hand.join()
-        self.hand.submit("other")
-        work(self.hand, 1)
-        self.hand.submit("a", length=26)
-        while "a" not in rows_of(self.hand.in_flight()[0]):
-            work(self.hand, 1)
-        work(self.hand, 1)
-        (batch,) = self.hand.in_flight()
-        assert rows_of(batch) == ["other"]
-        self.batch = batch
-
-
-def test_cancelled_between_two_chunks_it_is_released_at_once() -> None:
-    world = Partial()
-    actions = world.hand.cancel("a")
-    assert released(actions) == ["a"]
-    assert world.hand.finishes["a"].reason is FinishReason.CANCELLED
-    world.hand.done(world.batch)
-    assert all(rows_of(batch) == ["other"] for batch in world.hand.in_flight())
-
-
-def test_a_draining_replica_hands_back_what_is_filled_in_part() -> None:
-    world = Partial()
-    world.hand.join("r2")
-    actions = world.hand.drain()
-    assert "a" in released(actions)
-    batch = batches_of(actions)[0]
-    assert batch.replica_id == "r2"
-    assert spans(batch)["a"] == (0, 10), "from the beginning: nothing of it is there"
-    assert len(batch.prefill[0].tokens) == 26
+def partial() -> Hand:
+    """On a replica that holds a row filled in part, 10 of 25 positions, while another one steps."""
+    hand = Hand(prefill_tokens_max=10, batches_in_flight_max=1, rows_max=2)
+    hand.join()
+    hand.submit("other")
+    hand.work()
+    hand.submit("a", length=26)
+    while "a" not in rows_of(hand.in_flight()[0]):
+        hand.work()
+    hand.work()
+    assert [rows_of(batch) for batch in hand.in_flight()] == [["other"]]
+    return hand
 
 
 def test_with_its_replica_the_filled_part_is_lost_and_it_is_not_held_against_it() -> None:
-    world = Partial()
-    world.hand.join("r2")
-    world.hand.lose()
-    sequence = next(one for one in world.hand.sequences() if one.id == "a")
+    hand = partial()
+    hand.join("r2")
+    hand.lose()
+    sequence = hand.scheduler.pool.sequences["a"]
     assert (sequence.record.deaths, sequence.quarantined) == (0, False)
-    (batch,) = world.hand.in_flight("r2")
-    while "a" not in rows_of(batch):
-        (batch,) = batches_of(world.hand.done(batch))
-    assert spans(batch)["a"] == (0, 10)
+    while "a" not in rows_of(hand.in_flight("r2")[0]):
+        hand.work(1, "r2")
+    assert spans(hand.in_flight("r2")[0])["a"] == (0, 10)
 
 
 def test_a_failed_chunk_sends_its_row_back_to_be_filled_at_once_and_alone() -> None:
-    world = Partial()
-    (chunk,) = batches_of(world.hand.done(world.batch))
+    hand = partial()
+    (chunk,) = batches_of(hand.work())
     assert spans(chunk) == {"a": (10, 20)}
-    actions = world.hand.fail(chunk)
-    assert "a" in only(actions, Release).sequence_ids
-    while "a" not in rows_of(world.hand.in_flight()[0]):
-        work(world.hand, 1)
-    (batch,) = world.hand.in_flight()
+    actions = hand.fail(chunk)
+    assert "a" in released(actions)
+    while "a" not in rows_of(hand.in_flight()[0]):
+        hand.work()
+    (batch,) = hand.in_flight()
     assert spans(batch) == {"a": (0, 25)}, "in quarantine nothing goes beside it"
-    world.hand.done(batch)
-    work(world.hand, 5)
-    assert len(world.hand.tokens["a"]) > 0
-
-
-def test_blocks_of_the_whole_prompt_are_set_aside_with_the_first_chunk() -> None:
-    world = Partial()
-    row = prefills(world.hand)[1].prefill[0]
-    assert row.blocks == (26 + 100 + 3) // 4
+    hand.done(batch)
+    hand.work(5)
+    assert len(hand.tokens["a"]) > 0

@@ -8,33 +8,23 @@ from scheduler.messages import BatchKind
 from tests.scheduler.hand import Hand, rows_of
 
 
-def loaded(
-    count: int,
-    max_new_tokens: int = 400,
-    length: int = 3,
-    **config: object,
-) -> Hand:
-    """That many rows on replica r, none waiting;"""
+def loaded(count: int, max_new_tokens: int = 400, length: int = 3, **config: object) -> Hand:
+    """That many rows on replica r, none waiting."""
     hand = Hand(rows_max=4, draft_len=0, steps_per_batch_max=1, **config)
     hand.join(kv_blocks=10_000)
     for index in range(count):
         hand.submit(f"q{index}", length=length, max_new_tokens=max_new_tokens)
-    while hand.scheduler.snapshot().waiting:
-        hand.done(hand.in_flight()[0])
+    while hand.waiting():
+        hand.work()
     hand.settle()
     return hand
-
-
-def step(hand: Hand, replica_id: str = "r", count: int = 1) -> None:
-    for _ in range(count):
-        hand.done(hand.in_flight(replica_id)[0])
 
 
 def test_a_new_replica_gets_work_though_none_waits() -> None:
     hand = loaded(16)
     hand.join("s", kv_blocks=10_000)
     assert not hand.in_flight("s")
-    step(hand)
+    hand.work()
     (batch,) = hand.in_flight("s")
     assert batch.kind is BatchKind.PREFILL
     moved = rows_of(batch)
@@ -44,27 +34,17 @@ def test_a_new_replica_gets_work_though_none_waits() -> None:
         assert len(row.tokens) == 3 + len(hand.tokens.get(row.sequence_id, ()))
 
 
-def test_the_imbalance_settles_and_none_goes_back() -> None:
-    hand = loaded(16)
+@pytest.mark.parametrize(
+    ("more", "apart"), [({}, 4), ({"length": 60, "prefill_tokens_max": 32}, 8)]
+)
+def test_the_imbalance_settles_and_none_goes_back(more: dict[str, int], apart: int) -> None:
+    """Also of rows that are longer than a prefill batch."""
+    hand = loaded(16, **more)
     hand.join("s", kv_blocks=10_000)
-    for _ in range(60):
-        step(hand, "r")
-        if hand.in_flight("s"):
-            step(hand, "s")
-    loads = [hand.scheduler._pool.replicas[name].load for name in "rs"]
-    assert max(loads) - min(loads) <= 4
-    assert hand.scheduler.snapshot().moved <= 8
-
-
-def test_a_row_longer_than_a_prefill_batch_moves_too() -> None:
-    hand = loaded(16, length=60, prefill_tokens_max=32)
-    hand.join("s", kv_blocks=10_000)
-    for _ in range(60):
-        step(hand, "r")
-        if hand.in_flight("s"):
-            step(hand, "s")
-    assert hand.scheduler.snapshot().moved >= 4
-    assert hand.scheduler._pool.replicas["s"].load >= 4
+    hand.work(60, "r", "s")
+    loads = [hand.replica(name).load for name in "rs"]
+    assert max(loads) - min(loads) <= apart
+    assert 4 <= hand.scheduler.snapshot().moved <= 8
 
 
 @pytest.mark.parametrize(
@@ -80,5 +60,5 @@ def test_none_moves_where_it_gains_nothing(
 ) -> None:
     hand = loaded(count, **request_of)
     hand.join("s", kv_blocks=kv_blocks)
-    step(hand, count=3)
+    hand.work(3)
     assert hand.scheduler.snapshot().moved == 0

@@ -11,6 +11,7 @@ from scheduler.draft_length.policy import DraftPolicy, StepPlan
 from scheduler.messages import (
     Batch,
     BatchKind,
+    PrefillTiming,
     ReplicaSpec,
     Request,
     RowResult,
@@ -131,11 +132,16 @@ def rows_of(count: int, draft_len: int | None = None) -> list[Sequence]:
     return [Sequence(Request(str(i), prompt, 10_000, draft_len=draft_len), i) for i in range(count)]
 
 
-def policy_for(pair: Pair | None, **settings: int) -> DraftPolicy:
-    """A policy that knows the pair's times, or nothing."""
+def policy_for(
+    pair: Pair | None,
+    prefills: tuple[PrefillTiming, ...] = (),
+    spec: dict[str, int | None] | None = None,
+    **settings: int | None,
+) -> DraftPolicy:
+    """A policy that knows the pair's times, or nothing, and what else the replica says."""
     policy = DraftPolicy(SchedulerConfig(**{"rows_max": 8, **settings}))
-    timings = pair.timings() if pair else ()
-    policy.joined("r", ReplicaSpec(1000, 16, 10_000, 100, timings=timings))
+    timings = (*(pair.timings() if pair else ()), *prefills)
+    policy.joined("r", ReplicaSpec(1000, 16, 10_000, 100, timings=timings, **(spec or {})))
     return policy
 
 

@@ -78,8 +78,9 @@ def test_whatever_is_seen_times_are_finite_and_rise_with_tokens(
 def test_memory_is_bounded() -> None:
     found = Latencies()
     for now in range(3000):
-        found.observe(1 + now % 300, 2 ** (now % 37), 1e-3, now)
-    assert len(found._cells) == CELLS_MAX
+        found.observe(int(16 * 2 ** (now % 200 / 8)), 0, 1e-3, now)
+    found.fit()
+    assert len(found) == CELLS_MAX
 
 
 def calibrated() -> LatencyTable:

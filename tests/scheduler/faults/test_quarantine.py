@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from scheduler.messages import Batch, BatchKind, FailureRecord, FinishReason, Request, Submit
@@ -15,20 +17,19 @@ def crowd(count: int, **config: object) -> Hand:
     for index in range(count):
         hand.submit(f"q{index}", length=3 + index % 2)
     while [len(batch.rows) for batch in hand.settle()] != [count]:
-        hand.done(hand.in_flight()[0])
+        hand.work()
     return hand
 
 
-def play(hand: Hand, breaks: set[str], rows_max: int = 1000, rounds: int = 400) -> list[int]:
-    """Answers batches; those with a row of `breaks`, or with too many rows, fail. Their sizes."""
+def play(hand: Hand, breaks: Callable[[Batch], bool], rounds: int = 400) -> list[int]:
+    """Answers batches; those that break fail. Their sizes."""
     sizes = []
     for _ in range(rounds):
-        batches = [one for name in list(hand.replicas()) for one in hand.in_flight(name)]
+        batches = [one for name in hand.replicas() for one in hand.in_flight(name)]
         if not batches:
             break
         batch = min(batches, key=lambda one: one.id)
-        bad = breaks.intersection(rows_of(batch)) and batch.kind is BatchKind.SPECULATE
-        if bad or len(batch.rows) > rows_max:
+        if breaks(batch):
             sizes.append(len(batch.rows))
             hand.fail(batch)
         else:
@@ -42,7 +43,7 @@ def test_a_batch_that_is_too_large_is_halved_until_it_fits_and_not_tried_again_a
     (half,) = hand.in_flight()
     assert half.kind is BatchKind.SPECULATE, "nothing is prefilled again"
     assert len(half.rows) == 4
-    sizes = play(hand, set(), rows_max=3, rounds=200)
+    sizes = play(hand, lambda batch: len(batch.rows) > 3, rounds=200)
     assert sizes[0] == 4
     assert len(sizes) <= 5, sizes
     assert not any(one.reason is FinishReason.FAILED for one in hand.finishes.values())
@@ -51,7 +52,7 @@ def test_a_batch_that_is_too_large_is_halved_until_it_fits_and_not_tried_again_a
 
 def test_a_row_that_breaks_every_batch_fails_alone() -> None:
     hand = crowd(8, failures_max=3)
-    sizes = play(hand, {"q5"}, rounds=80)
+    sizes = play(hand, lambda batch: "q5" in [row.sequence_id for row in batch.rows])
     assert sizes == [8, 4, 2, 1, 1, 1]
     assert hand.finishes["q5"].reason is FinishReason.FAILED
     others = [finish for name, finish in hand.finishes.items() if name != "q5"]
@@ -64,11 +65,10 @@ def test_no_row_waits_long_for_a_prefill_that_failed_once() -> None:
     for name in ("broken", "next", "last"):
         hand.submit(name, length=8)
     while "broken" not in rows_of(hand.in_flight()[0]):
-        hand.done(hand.in_flight()[0])
+        hand.work()
     hand.fail(hand.in_flight()[0])
-    for _ in range(30):
-        hand.done(hand.in_flight()[0])
-    assert not hand.scheduler.snapshot().waiting
+    hand.work(30)
+    assert not hand.waiting()
     assert len(hand.in_flight()) == 2, "a batch is prepared beside the running one again"
 
 
@@ -102,11 +102,10 @@ def test_other_rows_step_between_any_two_batches_of_rows_in_quarantine() -> None
     hand.settle("s")
     hand.lose("s")
     alone: list[bool] = []
-    while hand.scheduler.snapshot().waiting:
-        batch = hand.in_flight()[0]
-        alone.append(hand.scheduler._pool.replicas["r"].pipeline.quarantined)
+    while hand.waiting():
+        alone.append(hand.replica().pipeline.quarantined)
         assert alone[-2:] != [True, True]
-        hand.done(batch)
+        hand.work()
     assert 4 <= sum(alone) < len(alone) <= 60, "they come in, in turns with the others"
 
 
@@ -118,30 +117,6 @@ def test_a_row_that_failed_alone_goes_to_another_replica_if_one_could_hold_it(
     hand.join("s", context_len=context_len)
     hand.fail(hand.in_flight()[0])
     assert [name for name in "rs" if hand.in_flight(name)] == [goes]
-
-
-def test_nothing_goes_beside_a_batch_of_rows_in_quarantine() -> None:
-    hand = Hand(rows_max=2, draft_len=0)
-    hand.join()
-    for name in "abcd":
-        hand.submit(name)
-    hand.settle()
-    first, second = hand.in_flight()
-    hand.fail(first)
-    assert hand.in_flight() == [second], "what is in flight comes home first"
-    hand.done(second)
-    (alone,) = hand.in_flight()
-    assert rows_of(alone) == rows_of(first)[:1]
-    hand.submit("e")
-    assert hand.in_flight() == [alone]
-
-
-def kill(hand: Hand, name: str, number: int) -> str:
-    """The replica dies and another joins."""
-    hand.lose(name)
-    fresh = f"r{number}"
-    hand.join(fresh)
-    return fresh
 
 
 def test_the_row_queued_second_goes_into_quarantine_too() -> None:
@@ -167,12 +142,9 @@ def test_a_replica_that_leaves_by_itself_puts_no_row_into_quarantine() -> None:
 
 def test_a_token_ends_the_quarantine() -> None:
     hand = crowd(1, failures_max=2)
-    for round_number in range(6):
-        batch: Batch = hand.settle()[0]
-        hand.fail(batch)
-        hand.settle()
-        batch = hand.in_flight()[0]
-        hand.done(batch, q0=(round_number,))
+    for token in range(6):
+        hand.fail(hand.settle()[0])
+        hand.done(hand.settle()[0], q0=(token,))
     assert "q0" not in hand.finishes
 
 
@@ -190,7 +162,9 @@ def test_a_row_that_kills_again_and_again_fails_even_if_it_commits_between() -> 
         row = next((one for one in batch.rows if one.sequence_id == "a"), None)
         if row is not None and row.length % 5 == 0 and rounds % 3:
             deaths += 1
-            name = kill(hand, name, deaths)
+            hand.lose(name)
+            name = f"r{deaths}"
+            hand.join(name)
         else:
             hand.done(batch)
         assert rounds < 1000
@@ -202,15 +176,8 @@ def test_a_row_that_kills_again_and_again_fails_even_if_it_commits_between() -> 
 def test_a_broken_replica_costs_no_request_while_another_is_sound() -> None:
     hand = crowd(8)
     hand.join("s")
-    for _ in range(300):
-        batches = [batch for name in hand.replicas() for batch in hand.in_flight(name)]
-        if not batches:
-            break
-        batch = min(batches, key=lambda one: one.id)
-        if batch.replica_id == "r" and batch.kind is BatchKind.SPECULATE:
-            hand.fail(batch)
-        else:
-            hand.done(batch)
+    play(hand, lambda batch: batch.replica_id == "r" and batch.kind is BatchKind.SPECULATE)
+    assert len(hand.finishes) == 8
     assert not any(one.reason is FinishReason.FAILED for one in hand.finishes.values())
 
 
@@ -227,13 +194,10 @@ def test_a_row_that_reserved_the_only_replica_and_failed_there_goes_to_the_next_
     hand.drain("d1")
     hand.drain("d2")
     hand.fail(hand.in_flight("r")[0])
-    for name in ("d1", "d2"):
-        hand.done(hand.in_flight(name)[0])
+    hand.work(1, "d1", "d2")
     hand.join("t")
     for number in range(200):
-        for name in hand.replicas():
-            for batch in hand.in_flight(name)[:1]:
-                hand.done(batch)
+        hand.work(1, *hand.replicas())
         if "s" in hand.finishes:
             break
         hand.submit(f"q{number}", max_new_tokens=5)

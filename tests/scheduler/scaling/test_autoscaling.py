@@ -79,11 +79,7 @@ loads = st.builds(
     partial=st.booleans(),
 )
 states = st.builds(
-    ScalingState,
-    high_since_s=past,
-    low_since_s=past,
-    low_most=st.integers(0, 12),
-    live_s=past,
+    ScalingState, high_since_s=past, low_since_s=past, low_most=st.integers(0, 12), live_s=past
 )
 
 
@@ -98,11 +94,7 @@ def test_the_number_is_within_the_bounds_and_no_live_request_without_a_replica(
 
 @given(configs(), st.lists(loads, min_size=1, max_size=6), st.integers(0, 12), states, times)
 def test_nothing_is_removed_while_a_part_cannot_be_seen(
-    config: AutoscalingConfig,
-    seen: list[Load],
-    wanted: int,
-    state: ScalingState,
-    now_s: float,
+    config: AutoscalingConfig, seen: list[Load], wanted: int, state: ScalingState, now_s: float
 ) -> None:
     for load in seen:
         number, state = replace(load, partial=True).wanted(config, wanted, state, now_s)

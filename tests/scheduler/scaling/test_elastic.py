@@ -12,13 +12,28 @@ import pytest
 from scheduler.config import SchedulerConfig
 from scheduler.messages import Action, Event, Finish, ReplicaSpec, Request, SamplingParams, Tick
 from scheduler.scaling import AutoscalingConfig, CapacityMeter, ScalingState, wanted_replicas
-from scheduler.simulation import FittedTimes, Times, World, reference_output
+from scheduler.simulation import FittedTimes, World, reference_output
 
 SPEC = ReplicaSpec(kv_blocks=2000, block_size=16, context_len=2048, vocab_size=50)
 
 _EPSILON_S = 1e-9
 _LEAVE_S = 0.5
 """From a replica's drain to its end."""
+
+
+TIMES = FittedTimes(
+    draft_fixed_s=0, verify_fixed_s=0.06, verify_token_s=0, prefill_fixed_s=0.01, prefill_token_s=0
+)
+"""8 rows at 3 tokens per row and step: about 400 tokens/s."""
+TIDE = AutoscalingConfig(
+    min_replicas=0,
+    max_replicas=5,
+    drain_s=4.0,
+    up_delay_s=2.0,
+    down_delay_s=15.0,
+    idle_s=60.0,
+    tokens_per_s=300.0,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,22 +48,12 @@ class Look:
 class ElasticWorld(World):
     """Starts and stops its replicas e0, e1, ... as Serve does in a cluster."""
 
-    def __init__(
-        self,
-        rng: Random,
-        config: AutoscalingConfig,
-        scheduler: SchedulerConfig,
-        spec: ReplicaSpec,
-        times: Times,
-        start_s: float,
-    ) -> None:
+    def __init__(self, rng: Random, start_s: float) -> None:
         """A replica serves `start_s` after it is wanted."""
-        super().__init__(rng, times, scheduler, watch=self._look)
+        super().__init__(rng, TIMES.times, SchedulerConfig(rows_max=8), watch=self._look)
         self.looks: list[Look] = []
-        self._config = config
-        self._spec = spec
         self._start_s = start_s
-        self._meter = CapacityMeter(config.tokens_per_s, scheduler.rows_max)
+        self._meter = CapacityMeter(TIDE.tokens_per_s, rows_max=8)
         self._state = ScalingState()
         self._wanted = 0
         self._starting: list[tuple[float, str]] = []
@@ -63,13 +68,13 @@ class ElasticWorld(World):
             return
         while self._starting and self._starting[0][0] <= now_s + _EPSILON_S:
             self._serving.append(self._starting.pop(0)[1])
-            self.join(now_s, self._serving[-1], self._spec)
-        if now_s - self._looked_s + _EPSILON_S < self._config.look_s:
+            self.join(now_s, self._serving[-1], SPEC)
+        if now_s - self._looked_s + _EPSILON_S < TIDE.look_s:
             return
         self._looked_s = now_s
         status = self.scheduler.snapshot()
         self._wanted, self._state = wanted_replicas(
-            self._config, status, self._meter.look(status), self._wanted, self._state, now_s
+            TIDE, status, self._meter.look(status), self._wanted, self._state, now_s
         )
         self.looks.append(Look(now_s, self._wanted, status.serving))
         while len(self._serving) + len(self._starting) < self._wanted:
@@ -81,12 +86,6 @@ class ElasticWorld(World):
                 self._starting.pop()
             else:
                 self.drain(now_s, self._serving.pop(), _LEAVE_S, rejoin=False)
-
-
-TIMES = FittedTimes(
-    draft_fixed_s=0, verify_fixed_s=0.06, verify_token_s=0, prefill_fixed_s=0.01, prefill_token_s=0
-)
-"""8 rows at 3 tokens per row and step: about 400 tokens/s."""
 
 
 def tide(rng: Random, seconds: float, peak_per_s: float) -> list[tuple[float, Request]]:
@@ -108,7 +107,7 @@ def request_of(rng: Random, name: str) -> Request:
 
 def play(rng: Random, start_s: float, requests: list[tuple[float, Request]]) -> ElasticWorld:
     """Every request must be served with the reference output."""
-    world = ElasticWorld(rng, TIDE, SchedulerConfig(rows_max=8), SPEC, TIMES.times, start_s)
+    world = ElasticWorld(rng, start_s)
     for at_s, request in requests:
         world.submit(at_s, request)
     world.run(3000.0)
@@ -120,17 +119,6 @@ def play(rng: Random, start_s: float, requests: list[tuple[float, Request]]) -> 
         tokens, reason = reference_output(request, SPEC.vocab_size)
         assert (tuple(outcome.tokens), outcome.end.reason) == (tokens, reason)
     return world
-
-
-TIDE = AutoscalingConfig(
-    min_replicas=0,
-    max_replicas=5,
-    drain_s=4.0,
-    up_delay_s=2.0,
-    down_delay_s=15.0,
-    idle_s=60.0,
-    tokens_per_s=300.0,
-)
 
 
 @pytest.mark.parametrize(("seed", "start_s"), [(1, 0.5), (2, 8.0)])

@@ -155,9 +155,3 @@ def test_a_pool_that_takes_time_is_where_throughput_ends() -> None:
             assert figures.pool_behind_s_most > 0.03
     assert rates[8, 1] < 1.4 * rates[2, 1]
     assert rates[8, 4] > 3.8 * rates[8, 1]
-
-
-def test_shards_share_the_load_evenly() -> None:
-    made = setup(replicas=8, shards=4, in_flight=128)
-    one = replace(made, shards=1)
-    assert run(made, 1500).tokens_per_s() > 0.95 * run(one, 1500).tokens_per_s()

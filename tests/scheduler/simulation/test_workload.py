@@ -51,11 +51,7 @@ def test_between_bursts_no_request_comes() -> None:
 
 @pytest.mark.parametrize(
     ("text", "lengths"),
-    [
-        ("7", uniform(7, 7)),
-        ("3..9", uniform(3, 9)),
-        ("lognormal:200:0.8", lognormal(200.0, 0.8)),
-    ],
+    [("7", uniform(7, 7)), ("3..9", uniform(3, 9)), ("lognormal:200:0.8", lognormal(200.0, 0.8))],
 )
 def test_lengths_are_read_and_cut(text: str, lengths: object) -> None:
     first, second = Random(0), Random(0)

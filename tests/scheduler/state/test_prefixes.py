@@ -100,9 +100,8 @@ def test_it_is_found_after_its_sequence_has_finished_with_what_was_generated() -
     new = tuple(range(800, 900))
     hand.done(batch, a=new)
     assert "a" in hand.finishes
-    sets = {name: hand.scheduler._pool.replicas[name].prefixes for name in ("r1", "r2")}
     keys = block_keys((*A, *new), 4, "0  ")
-    assert sets["r1"].shared(keys) == len(keys)
+    assert hand.replica("r1").prefixes.shared(keys) == len(keys)
     hand.submit("next", prompt=(*A, *new, 1, 2))
     assert prefill_of(hand, "next").replica_id == "r1"
 
@@ -122,10 +121,8 @@ def test_load_goes_before_a_prefix_that_is_worth_less() -> None:
     """240 tokens are worth three residents more, not four."""
     assert 236 // PREFIX_TOKENS_PER_ROW == 3
     hand = two_replicas(batches_in_flight_max=8)
-    hand.submit("q0", prompt=(*A[:-1], 0))
-    hand.submit("q1", prompt=(*A[:-1], 1))
-    hand.submit("q2", prompt=(*A[:-1], 2))
-    hand.submit("q3", prompt=(*A[:-1], 3))
+    for number in range(4):
+        hand.submit(f"q{number}", prompt=(*A[:-1], number))
     homes = [prefill_of(hand, f"q{i}").replica_id for i in range(4)]
     assert homes == ["r1", "r1", "r1", "r2"]
 
@@ -151,7 +148,5 @@ def test_it_is_left_a_few_times_at_most() -> None:
     for name in ("r1", "r2"):
         hand.submit(f"x{name}", prompt=(*(A if name == "r1" else B), 7))
     hand.submit("a2", prompt=(*A, 5))
-    for _ in range(12):
-        if hand.in_flight("r2"):
-            hand.done(hand.in_flight("r2")[0])
+    hand.work(12, "r2")
     assert prefill_of(hand, "a2")
