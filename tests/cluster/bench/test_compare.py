@@ -146,7 +146,7 @@ def test_continuous_batching_that_fails_gives_the_first_line_of_why(
             logging.getLogger("ContinuousBatchingLogger").error("failed: %s", error, exc_info=True)
         return {}
 
-    monkeypatch.setattr(models._target, "generate_batch", fails)
+    monkeypatch.setattr(target_model("llama"), "generate_batch", fails)
     with pytest.raises(DoesNotRun, match=r"^5 requests failed: failed: no kernel for this$"):
         models.continuous(REQUESTS, 2)
 
@@ -165,7 +165,7 @@ def test_continuous_batching_that_raises_costs_no_other_way(
     def fails(**_options: object) -> None:
         raise error
 
-    monkeypatch.setattr(models._target, "generate_batch", fails)
+    monkeypatch.setattr(target_model("llama"), "generate_batch", fails)
     with pytest.raises(DoesNotRun) as told:
         models.continuous(REQUESTS, 2)
     assert str(told.value) == said

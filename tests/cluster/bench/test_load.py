@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from cluster.bench.arrivals import Bursts, Closed, Extent
 from cluster.bench.figures import Record, summarise
-from cluster.bench.load import _take, check_requests, drive, grpc_request, over_grpc, pool_sums
+from cluster.bench.load import check_requests, drive, grpc_request, over_grpc, pool_sums, take_chunk
 from cluster.bench.workload import BenchError, Workload, synthetic_prompts
 from cluster.cli.main import main
 from cluster.client import AsyncClient
@@ -119,7 +119,7 @@ def test_the_steps_after_a_break_stand_beside_the_tokens_since_then() -> None:
         stream.request(before)
         seen = stream.take(chunk)
         assert seen is not None
-        _take(record, seen, before)
+        take_chunk(record, seen, before)
     assert (record.new_tokens, record.recovered, record.step_tokens) == (128, 1, 28)
 
 

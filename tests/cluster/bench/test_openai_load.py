@@ -17,7 +17,7 @@ from fastapi import FastAPI, Response
 from typer.testing import CliRunner
 
 from cluster.bench.figures import Record
-from cluster.bench.openai_load import _take
+from cluster.bench.openai_load import take_event
 from cluster.cli.main import main
 from cluster.frontend.http_api.app import http_app
 from tests.cluster.frontend.rig import frontend
@@ -158,9 +158,9 @@ def test_a_server_that_is_not_there_is_a_sentence(tmp_path: Path) -> None:
 def test_tokens_are_divided_among_the_events_that_brought_text() -> None:
     record = Record(0, 0.0, 0.0)
     for at_s, text in ((1.0, "a"), (2.0, ""), (3.0, "b"), (4.0, "c")):
-        _take(record, {"choices": [{"text": text}], "usage": None}, at_s)
-    _take(record, {"choices": [], "usage": {"prompt_tokens": 4, "completion_tokens": 8}}, 5.0)
+        take_event(record, {"choices": [{"text": text}], "usage": None}, at_s)
+    take_event(record, {"choices": [], "usage": {"prompt_tokens": 4, "completion_tokens": 8}}, 5.0)
     assert record.chunks == [(1.0, 2), (3.0, 3), (4.0, 3)]
     assert (record.prompt_tokens, record.error) == (4, "")
-    _take(record, {"error": {"code": "UNAVAILABLE"}}, 6.0)
+    take_event(record, {"error": {"code": "UNAVAILABLE"}}, 6.0)
     assert record.error == "UNAVAILABLE"

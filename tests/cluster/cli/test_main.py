@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from cluster.cli import generate as cli_generate
 from cluster.cli.generate import figures
 from cluster.cli.main import main
-from cluster.cli.status import _watch, shown
+from cluster.cli.status import shown, watch_status
 from cluster.files import PromptsError, read_prompts
 from protos import lockstep_pb2 as pb
 
@@ -170,7 +170,7 @@ def test_watching_shows_every_answer_until_ctrl_c(monkeypatch: pytest.MonkeyPatc
             raise KeyboardInterrupt from None
 
     with pytest.raises(KeyboardInterrupt):
-        _watch(ask)
+        watch_status(ask)
     assert isinstance(screen.file, io.StringIO)
     shown_s = screen.file.getvalue()
     assert 0 < shown_s.index("7 waiting") < shown_s.index("8 waiting")

@@ -7,6 +7,7 @@ Pool actor, workers and session run in one event loop, without Ray.
 from __future__ import annotations
 
 import asyncio
+import threading
 
 import pytest
 
@@ -17,7 +18,7 @@ from cluster.pool.protocol import FRONTEND
 from scheduler.messages import FinishReason
 from tests.cluster.fakes import Clock, FakeReplica
 from tests.cluster.pool.rig import CONFIG, check, half_dead, prompts, shards
-from tests.cluster.wire import Wire, kill, until
+from tests.cluster.wire import Wire, until
 
 
 @pytest.mark.parametrize(("loss", "seed"), [(0.0, 0), *((0.05, seed) for seed in range(4))])
@@ -76,7 +77,7 @@ async def test_a_restarted_pool_refuses_nothing_that_was_accepted_before() -> No
         for prompt in prompts(6):
             requests.append(w.submit(prompt, 300))
             await until(lambda: bool(requests[-1].tokens))
-        kill(first)
+        first.end()
         w.wire.restart()
         await until(lambda: w.wire.snapshot.waiting == 6)
         await w.add_replica()
@@ -88,7 +89,7 @@ async def test_what_was_accepted_waits_for_a_replica_that_holds_it_before_its_fi
         large = await w.add_replica(prefill_s=2.0)
         live = w.submit([5, 6], 300)
         await until(lambda: live.checked)
-        kill(large)
+        large.end()
         w.wire.restart()
         # By this one alone it would be refused.
         await w.add_replica(kv_blocks=4)
@@ -169,14 +170,15 @@ async def test_a_long_batch_keeps_its_lease() -> None:
 
 async def test_a_draining_replica_hands_its_residents_over() -> None:
     async with shards(0) as w:
+        before = set(threading.enumerate())
         going = await w.add_replica(step_s=0.01)
+        [thread] = set(threading.enumerate()) - before
         requests = [w.submit(prompt, 60) for prompt in prompts(6)]
         await until(lambda: all(live.tokens for live in requests))
         await w.add_replica()
         await going.close()
         assert going.replica_id not in w.wire.replicas
-        await asyncio.to_thread(going._thread.join, 5)
-        assert not going._thread.is_alive()
+        await until(lambda: not thread.is_alive())
         await check(requests)
 
 

@@ -30,7 +30,7 @@ from tests.cluster.pool.rig import (
     half_dead,
     shards,
 )
-from tests.cluster.wire import Wire, kill, until
+from tests.cluster.wire import Wire, until
 
 
 async def test_requests_are_shared_by_replicas_and_answered_right() -> None:
@@ -57,9 +57,8 @@ async def test_a_request_on_its_way_counts_before_the_pool_says_so() -> None:
         short = [s.submit(prompt, 20) for prompt in PROMPTS[1:11]]
         assert before == [0, 0]
         assert {live.shard for live in short} == {1 - long.shard}
-        for live in (long, *short):
-            await live.ended.wait()
-        assert [session._load.unconfirmed_tokens for session in s.router.sessions] == [0, 0]
+        await check([long, *short])
+        await until(lambda: not any(one.load.outstanding_tokens for one in s.router.sessions))
 
 
 async def test_requests_leave_a_shard_that_has_lost_its_replica() -> None:
@@ -67,7 +66,7 @@ async def test_requests_leave_a_shard_that_has_lost_its_replica() -> None:
         lives = [s.submit(prompt, 200) for prompt in PROMPTS]
         left = [live for live in lives if live.shard == 0]
         await until(lambda: any(live.tokens for live in left))
-        kill(s.workers[0])
+        s.workers[0].end()
         await check(lives)
         assert {live.shard for live in lives} == {1}
         assert any(live.tokens and live.recovered for live in left)
@@ -149,7 +148,7 @@ async def test_a_cancel_finds_its_request_after_a_move() -> None:
             await s.add_replica(shard, FakeReplica(step_s=0.1))
         await s.until_serving(1, 1)
         lives = [s.submit(prompt, 400) for prompt in PROMPTS]
-        kill(s.workers[0])
+        s.workers[0].end()
         await until(lambda: {live.shard for live in lives} == {1})
         for live in lives:
             s.router.cancel(live)
@@ -199,6 +198,7 @@ async def test_deaths_of_replicas_are_counted_over_all_shards() -> None:
     """A request that kills a replica of this shard, of that one and of this one again has done so
     as often as one may."""
     stuck: list[Stuck] = []
+    dead: list[FakeReplica] = []
 
     async def add_replica(s: Cluster, shard: int) -> None:
         stuck.append(Stuck())
@@ -208,12 +208,13 @@ async def test_deaths_of_replicas_are_counted_over_all_shards() -> None:
         """The only replica of the shard that holds the request dies, in a batch with it."""
         wire = s.wires[live.shard]
         await until(lambda: any(one.batches_in_flight for one in wire.snapshot.replicas))
-        [replica_id] = wire.replicas
-        [runner] = [one for one in s.workers if one.replica_id == replica_id]
-        kill(runner)
-        wire.actor._lose_worker(replica_id, "has died", by_batch=True)
+        dead.append(s.fakes[-1])
+        s.workers[-1].end()
 
-    async with shards(0, 0) as s:
+    async def lives(process: FakeReplica) -> bool:
+        return process not in dead
+
+    async with shards(0, 0, probe=lives) as s:
         await add_replica(s, 0)
         await s.until_serving(1, 0)
         deadly = s.submit(PROMPTS[0], 40)

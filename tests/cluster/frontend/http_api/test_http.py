@@ -17,7 +17,7 @@ from fastapi import FastAPI
 from cluster.config_sources import from_args
 from cluster.frontend.admission.keys import add, hash_of
 from cluster.frontend.http_api.app import http_app
-from cluster.frontend.http_api.body import _parsed
+from cluster.frontend.json_text import parsed_json
 from tests.cluster.fakes import perfect
 from tests.cluster.frontend.rig import PROMPT, PROMPT_IDS, frontend
 
@@ -171,11 +171,11 @@ async def test_http_refuses_any_bad_body_as_such() -> None:
 async def test_a_long_body_is_parsed_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     threads: list[threading.Thread] = []
 
-    def parsed(*args: Any) -> Any:
+    def parsed(text: str) -> Any:
         threads.append(threading.current_thread())
-        return _parsed(*args)
+        return parsed_json(text)
 
-    monkeypatch.setattr("cluster.frontend.http_api.body._parsed", parsed)
+    monkeypatch.setattr("cluster.frontend.http_api.body.parsed_json", parsed)
     async with frontend() as made:
         app = http_app(made.service)
         for ids in (5, 20_000):
