@@ -251,7 +251,6 @@ def test_the_thread_ends_with_the_policy() -> None:
 def test_the_policy_reaches_the_controller_by_pickle_and_kwargs() -> None:
     config = from_args({"autoscaling": SETTINGS, "batch_size": 16})
     option = serve_autoscaling(config)
-    assert option is not None
     assert (option.min_replicas, option.max_replicas) == (0, 4)
     # As Serve does it: the class by value, then called with the kwargs of the config.
     made = cloudpickle.loads(option.policy.get_serialized_policy_def())
@@ -264,11 +263,6 @@ def test_without_the_section_the_number_is_fixed() -> None:
     config = from_args({"replicas": 3})
     assert serve_autoscaling(config) is None
     assert (config.replicas_min, config.replicas_max) == (3, 3)
-
-
-def test_the_number_of_replicas_does_not_choose_the_pool() -> None:
-    config = from_args({"autoscaling": SETTINGS})
-    assert config.pool_name == from_args({}).pool_name
 
 
 def test_replicas_that_may_come_share_the_cores_from_the_first_on() -> None:

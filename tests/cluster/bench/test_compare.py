@@ -52,7 +52,6 @@ def test_ways_take_turns_and_ratios_are_of_one_round() -> None:
     assert ours.speed == 2.5
     assert (ours.identical, theirs.identical) == (1, 2)
     made = ratio((ours, theirs), "ours", "theirs")
-    assert made is not None
     assert made.values == (2.0, 1.0)
     assert made.median == 1.5
 

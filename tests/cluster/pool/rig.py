@@ -128,16 +128,17 @@ async def shards(
     seed: int = 0,
     unreachable_s: float = 1000.0,
     move_s: float = MOVE_S,
+    step_s: float = 0.002,
     **options: Any,
 ) -> AsyncIterator[Cluster]:
-    """With so many replicas in each shard."""
+    """With so many replicas in each shard, whose steps take so long."""
     made = Cluster(len(replicas), config, loss, seed, unreachable_s, move_s, **options)
     made.router.start()
     try:
         async with asyncio.timeout(100):
             for shard, count in enumerate(replicas):
                 for _ in range(count):
-                    await made.add_replica(shard)
+                    await made.add_replica(shard, step_s=step_s)
             if any(replicas):
                 await made.until_serving(*replicas)
             yield made
