@@ -108,20 +108,6 @@ def test_batched_generate_returns_the_callers_order(
     assert models.batched(shuffled, batch) == [expected[n] for n in (3, 0, 4, 2, 1)]
 
 
-@pytest.mark.parametrize("how", [Assistance(4), Assistance(20, 0.4)])
-def test_assisted_generation_agrees(
-    models: Transformers, expected: list[list[int]], how: Assistance
-) -> None:
-    assert models.assisted(REQUESTS, how) == expected
-
-
-@pytest.mark.parametrize("batch", [2, 8])
-def test_continuous_batching_runs_here_and_agrees(
-    models: Transformers, expected: list[list[int]], batch: int
-) -> None:
-    assert models.continuous(REQUESTS, batch) == expected
-
-
 def test_the_fastest_assistance_is_chosen_by_the_better_of_its_runs() -> None:
     slow, quick = Assistance(4), Assistance(8)
     takes_s = {slow: iter([1.0, 2.0, 2.0]), quick: iter([9.0, 1.5])}

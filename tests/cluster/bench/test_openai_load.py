@@ -17,9 +17,8 @@ from fastapi import FastAPI, Response
 
 from cluster.bench.figures import Record
 from cluster.bench.openai_load import take_event
-from cluster.frontend.http_api.app import http_app
 from tests.cluster.cli.command import lockstep
-from tests.cluster.frontend.rig import frontend
+from tests.cluster.frontend.http_api.test_http import http_frontend
 
 
 @asynccontextmanager
@@ -36,20 +35,13 @@ async def over_http(app: FastAPI) -> AsyncIterator[int]:
         await serving
 
 
-@asynccontextmanager
-async def served() -> AsyncIterator[int]:
-    """The port of a frontend with a fake replica behind real HTTP."""
-    async with frontend() as made, over_http(http_app(made.service)) as port:
-        yield port
-
-
 async def test_two_servers_are_measured_and_shown_side_by_side(tmp_path: Path) -> None:
     # The command's thread would import it, for many seconds on a slow machine.
     import cluster.bench.session  # noqa: F401
 
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "the quick"}\n{"prompt": "brown fox"}\n')
-    async with served() as port:
+    async with http_frontend() as app, over_http(app) as port:
         urls = [f"http://127.0.0.1:{port}", f"http://localhost:{port}/v1"]
         arguments = [
             *("bench", "--prompts", str(path), "--requests", "6", "--in-flight", "3"),

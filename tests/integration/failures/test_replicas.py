@@ -23,8 +23,6 @@ from tests.cluster.fakes import load_fake_text
 pytestmark = pytest.mark.ray
 
 BATCH_S_MAX = 4.0
-DRAINS_MAX = 10
-"""Attempts at seeing a drain, which lasts for a part of one slow step."""
 
 
 @pytest.fixture(scope="module")
@@ -87,39 +85,6 @@ def test_the_same_sequence_loses_two_replicas_in_a_row(hosted: HostedCluster, st
     outcomes = serve(hosted.address, fake_asks(1, first=SLOW_STEP, tokens=16), kill_twice)
     all_right(outcomes)
     assert recovered(outcomes) >= 2
-
-
-def test_a_replica_killed_while_draining(hosted: HostedCluster, stage: Stage) -> None:
-    def drain_and_kill() -> bool:
-        """Whether the replica that drained was there to be killed."""
-        processes = hosted.processes("replica")
-        stage.wait_for("speculate", SLOW_STEP)
-        hosted.scale(1)
-        try:
-            status = hosted.wait_for(
-                lambda status: len(status.replicas) == 1 or any(r.draining for r in status.replicas)
-            )
-            draining = [replica.id for replica in status.replicas if replica.draining]
-            if not draining:
-                return False
-            (process,) = [one for one in processes if one.name.split("#")[-1] in draining[0]]
-            kill(process.pid)
-        except ProcessLookupError:
-            return False
-        finally:
-            hosted.scale(2)
-        return True
-
-    def until_killed() -> None:
-        for _ in range(DRAINS_MAX):
-            if drain_and_kill():
-                return
-            hosted.wait_for_replicas(2)
-        raise AssertionError(f"none of {DRAINS_MAX} drains was seen")
-
-    # Enough slow rows that both replicas step some.
-    slow = fake_asks(8, first=SLOW_STEP, tokens=16)
-    all_right(serve_during(hosted.address, slow, until_killed))
 
 
 def test_a_replica_that_hangs_is_replaced_and_its_requests_finish_elsewhere(
