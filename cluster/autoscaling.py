@@ -56,14 +56,15 @@ class PoolPolicy:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`autoscaling` holds the fields of AutoscalingConfig; `ask` may block and may raise."""
-        self._config = AutoscalingConfig.model_validate(dict(autoscaling))
-        self._ask = ask or _Pools(pool_names, namespace)
+        self.config = AutoscalingConfig.model_validate(dict(autoscaling))
+        self._ask = ask or Pools(pool_names, namespace)
         self._clock = clock
-        self._meter = CapacityMeter(self._config.tokens_per_s, rows_max)
+        self._meter = CapacityMeter(self.config.tokens_per_s, rows_max)
         self._state = ScalingState()
         # Its thread ends with this object.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="lockstep-autoscaling")
-        self._answer: Future[PoolView] | None = None
+        self.answer: Future[PoolView] | None = None
+        """What the pool was asked; None where nothing is under way."""
         self._asked_s = float("-inf")
         self._answers = False
 
@@ -80,15 +81,15 @@ class PoolPolicy:
     def _new_answer(self) -> PoolView | None:
         """The pool's answer when there is a new one; asks again when it is time."""
         now_s = self._clock()
-        answer = self._answer
+        answer = self.answer
         if answer is None:
-            if now_s - self._asked_s >= self._config.look_s:
+            if now_s - self._asked_s >= self.config.look_s:
                 self._asked_s = now_s
-                self._answer = self._thread.submit(self._ask)
+                self.answer = self._thread.submit(self._ask)
             return None
         if not answer.done():
             return None
-        self._answer = None
+        self.answer = None
         error = answer.exception()
         if (error is None) != self._answers:
             self._answers = error is None
@@ -106,7 +107,7 @@ class PoolPolicy:
         shards = [shard.status for shard in view.shards] or [status]
         tokens_per_s, partial = self._meter.look(*shards), bool(view.silent)
         number, self._state = wanted_replicas(
-            self._config, status, tokens_per_s, wanted, self._state, self._clock(), partial
+            self.config, status, tokens_per_s, wanted, self._state, self._clock(), partial
         )
         if number != wanted:
             log.info(
@@ -118,7 +119,7 @@ class PoolPolicy:
         return number
 
 
-class _Pools:
+class Pools:
     """Asks the pool's actors and waits for their answers; finds them again when one is gone."""
 
     def __init__(self, names: Sequence[str], namespace: str) -> None:

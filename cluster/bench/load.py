@@ -57,7 +57,7 @@ def over_grpc(client: AsyncClient, make: Callable[[int], pb.GenerateRequest]) ->
     async def send(number: int, record: Record, now_s: Callable[[], float]) -> None:
         try:
             async for chunk in client.stream(make(number)):
-                _take(record, chunk, now_s())
+                take_chunk(record, chunk, now_s())
         except grpc.RpcError as error:
             record.error = error.code().name
 
@@ -128,7 +128,7 @@ async def closing_status(client: AsyncClient) -> tuple[pb.StatusResponse | None,
         return None, f"{error.code().name}: {error.details()}"
 
 
-def _take(record: Record, chunk: pb.GenerateChunk, now_s: float) -> None:
+def take_chunk(record: Record, chunk: pb.GenerateChunk, now_s: float) -> None:
     if chunk.token_ids:
         record.chunks.append((now_s, len(chunk.token_ids)))
     if chunk.HasField("end"):

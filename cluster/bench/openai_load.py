@@ -70,7 +70,7 @@ class OpenAIServer:
                         if not line.startswith(b"data:") or line[5:].strip() == b"[DONE]":
                             continue
                         event = json.loads(line[5:])
-                        _take(record, event, now_s())
+                        take_event(record, event, now_s())
             except (TimeoutError, aiohttp.ClientError, ValueError) as error:
                 record.error = type(error).__name__
 
@@ -101,7 +101,7 @@ class OpenAIServer:
         return fields
 
 
-def _take(record: Record, event: dict[str, Any], now_s: float) -> None:
+def take_event(record: Record, event: dict[str, Any], now_s: float) -> None:
     """An event says how many tokens there are only at the end: they are divided among the events
     that brought text."""
     if "error" in event:

@@ -95,7 +95,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class _Load:
+class Load:
     """What a load has left behind."""
 
     workload: Workload
@@ -132,7 +132,7 @@ def run_on_engine(plan: Plan, config: ClusterConfig, note: Note) -> Iterator[Rep
     before = driver.pool_sums(engine)
     noting = _noting(note, "load", plan.extent.requests)
     records = driver.drive(engine, requests(workload, ""), plan.arrivals, plan.extent, noting)
-    load = _Load(
+    load = Load(
         workload,
         records,
         before,
@@ -148,7 +148,7 @@ def run_on_engine(plan: Plan, config: ClusterConfig, note: Note) -> Iterator[Rep
             "replicas": 1,
         },
     )
-    yield from _reports(plan, config, load, models, replica, note)
+    yield from reports_of(plan, config, load, models, replica, note)
 
 
 def run_on_cluster(plan: Plan, config: ClusterConfig, server: Any, note: Note) -> Iterator[Report]:
@@ -157,12 +157,12 @@ def run_on_cluster(plan: Plan, config: ClusterConfig, server: Any, note: Note) -
     the server cannot be asked, BenchError, and what reading the settings of the compared models
     raises, all before the first report."""
     load, config = asyncio.run(_through_cluster(plan, config, server, note))
-    yield from _reports(plan, config, load, None, None, note)
+    yield from reports_of(plan, config, load, None, None, note)
 
 
 async def _through_cluster(
     plan: Plan, config: ClusterConfig, server: Any, note: Note
-) -> tuple[_Load, ClusterConfig]:
+) -> tuple[Load, ClusterConfig]:
     """What the load left behind, and the settings of the comparison."""
     from cluster.bench import load as driver
     from cluster.client import AsyncClient
@@ -190,7 +190,7 @@ async def _through_cluster(
         records = await driver.drive(sends(workload), plan.arrivals, plan.extent, noting)
         retries = client.retries - retries
         closing, unanswered = await driver.closing_status(client)
-        load = _Load(
+        load = Load(
             workload,
             records,
             before,
@@ -214,7 +214,7 @@ def run_on_openai(plan: Plan, urls: Sequence[str], key: str | None, note: Note) 
     """Drive one server of OpenAI's API after the other. The report is the first one's; with
     several it has the figures of all. Raises BenchError where one cannot be asked."""
     loads = [asyncio.run(_through_openai(plan, url, key, note)) for url in urls]
-    first, *_ = reports = [_report(plan, load) for load in loads]
+    first, *_ = reports = [report_of(plan, load) for load in loads]
     if len(urls) > 1:
         servers = {url: each.summary for url, each in zip(urls, reports, strict=True)}
         whose = f"all figures but those of the table of servers are of {urls[0]} alone"
@@ -222,7 +222,7 @@ def run_on_openai(plan: Plan, urls: Sequence[str], key: str | None, note: Note) 
     yield first
 
 
-async def _through_openai(plan: Plan, url: str, key: str | None, note: Note) -> _Load:
+async def _through_openai(plan: Plan, url: str, key: str | None, note: Note) -> Load:
     from cluster.bench.load import drive
     from cluster.bench.openai_load import OpenAIServer
 
@@ -238,7 +238,7 @@ async def _through_openai(plan: Plan, url: str, key: str | None, note: Note) -> 
         "endpoint": "chat" if plan.chat else "completions",
     }
     nothing = PoolSums(0, 0, 0, 0)
-    return _Load(workload, records, nothing, None, 0, served_by, "OpenAI's API has none")
+    return Load(workload, records, nothing, None, 0, served_by, "OpenAI's API has none")
 
 
 def _drafting(plan: Plan, config: ClusterConfig) -> ClusterConfig:
@@ -251,10 +251,10 @@ def _drafting(plan: Plan, config: ClusterConfig) -> ClusterConfig:
     return config.model_copy(update={"scheduler": scheduler})
 
 
-def _reports(
+def reports_of(
     plan: Plan,
     config: ClusterConfig,
-    load: _Load,
+    load: Load,
     models: Transformers | None,
     replica: Any,
     note: Note,
@@ -263,7 +263,7 @@ def _reports(
 
     `models` and `replica` are loaded where they are None.
     """
-    report = _report(plan, load)
+    report = report_of(plan, load)
     if not plan.compare:
         yield report
         return
@@ -304,7 +304,7 @@ def _drafter(method: str, model: str | None) -> str:
     return " ".join(filter(None, (method or "none", model)))
 
 
-def _missing(load: _Load) -> tuple[str, ...]:
+def _missing(load: Load) -> tuple[str, ...]:
     """What the figures are without, in a sentence."""
     if load.after is None:
         return (f"no spread, no padding: the server gave no status at the end ({load.unanswered})",)
@@ -313,7 +313,7 @@ def _missing(load: _Load) -> tuple[str, ...]:
     return ()
 
 
-def _report(plan: Plan, load: _Load) -> Report:
+def report_of(plan: Plan, load: Load) -> Report:
     """Of the load alone."""
     import torch
 

@@ -57,7 +57,7 @@ class Flag:
         if type_ is bool:
             kind, names, metavar = bool, [f"{self.name}/--no-{self.name.removeprefix('--')}"], None
         panel = f"Settings of the {self.section or 'cluster'}"
-        option = typer.Option(*names, help=self._help(), rich_help_panel=panel, metavar=metavar)
+        option = typer.Option(*names, help=self.help(), rich_help_panel=panel, metavar=metavar)
         return keyword(self.path.replace(".", "_"), Annotated[kind | None, option])
 
     def value(self, text: Any) -> Any:
@@ -96,7 +96,7 @@ class Flag:
             return "METHOD|JSON" if self._names_a_method else "JSON"
         return _METAVARS.get(type_, "TEXT")
 
-    def _help(self) -> str:
+    def help(self) -> str:
         model, default = model_of(self.info), self.info.get_default(call_default_factory=True)
         said = self.info.description or (inspect.getdoc(model) or "" if model else "")
         said = " ".join(said.split("\n\n")[0].split())

@@ -27,7 +27,7 @@ def print_status(server: Server, as_json: bool, watch: bool) -> int:
     try:
         with Client(server.address, server.api_key, server.tls) as client:
             if watch:
-                _watch(client.status)
+                watch_status(client.status)
             elif as_json:
                 print(_json(client.status()))
             else:
@@ -40,7 +40,7 @@ def print_status(server: Server, as_json: bool, watch: bool) -> int:
     return 0
 
 
-def _watch(ask: Callable[[], pb.StatusResponse]) -> None:
+def watch_status(ask: Callable[[], pb.StatusResponse]) -> None:
     with Live(console=console(), auto_refresh=False) as live:
         while True:
             live.update(shown(ask()), refresh=True)

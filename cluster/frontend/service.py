@@ -55,33 +55,33 @@ class FrontendService:
         self.config = config
         self.text = text
         pool = config.pool
-        self._router = ShardRouter(
+        self.router = ShardRouter(
             pools, config.pool_names, name, pool.beat_s, pool.move_s, pool.unreachable_s
         )
         self._meter = meter or FrontendMeter()
-        self._admission = AdmissionControl(config.auth, config.frontend)
+        self.admission = AdmissionControl(config.auth, config.frontend)
 
     def start(self) -> None:
         # Later all streams would stand still for the second that it takes.
         _ = self.text.grammars
-        self._router.start()
+        self.router.start()
 
     def check(self) -> None:
         """Raises RuntimeError when the loops between frontend and pool have died."""
-        self._router.check()
+        self.router.check()
 
     async def close(self) -> None:
-        await self._router.close()
+        await self.router.close()
 
     @property
     def stopping(self) -> asyncio.Event:
         """Set while the server accepts no new request."""
-        return self._router.stopping
+        return self.router.stopping
 
     async def ready(self) -> bool:
         """Whether a replica has its models in memory."""
         try:
-            view = await self._router.status()
+            view = await self.router.status()
         except PoolUnreachable:
             return False
         return not view.stopping and any(not replica.draining for replica in view.status.replicas)
@@ -89,12 +89,12 @@ class FrontendService:
     async def status(self) -> PoolView:
         """What the pool is doing. Raises Refused."""
         with self.refusals():
-            return await self._router.status()
+            return await self.router.status()
 
     def check_caller(self, caller: Caller) -> None:
         """To be called before a request is parsed: its errors tell of it. Raises Refused."""
         with self.refusals():
-            self._admission.check(caller)
+            self.admission.check(caller)
 
     @asynccontextmanager
     async def open(self, call: GenerateCall) -> AsyncIterator[Answer]:
@@ -105,7 +105,7 @@ class FrontendService:
         arrived_s = time.monotonic()
         with self.refusals(call):
             check_number(call, self.config)
-            admitted = self._admission.admit(call.caller, call.sequences, call.number_field)
+            admitted = self.admission.admit(call.caller, call.sequences, call.number_field)
             try:
                 answer = await self._submit(call, admitted, arrived_s)
             except BaseException:
@@ -143,7 +143,7 @@ class FrontendService:
         if call.drawn_seed is None:
             call = replace(call, drawn_seed=drawn_seed(self.config))
         priority = admitted.priority(call.priority)
-        unfinished = self._router.unfinished
+        unfinished = self.router.unfinished
         if unfinished + call.sequences > self.config.frontend.requests_max:
             raise Overloaded(f"{unfinished} requests are in flight already")
         grammar = ""
@@ -158,7 +158,7 @@ class FrontendService:
                 call, number, tokens, self.text, self.config, grammar, priority, admitted.tenant
             )
         admitted.charge(sum(request.length_max for request in requests))
-        answer = Answer(call, arrived_s, self._router, self._meter, self.config)
+        answer = Answer(call, arrived_s, self.router, self._meter, self.config)
         begun = []
         for request in requests:
             text = TextStream(self.text.tokenizer, request.prompt, call.stop)

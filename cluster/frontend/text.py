@@ -16,7 +16,7 @@ _CONTEXT_TOKENS = 16
 """Tokens of the prompt that the decoder sees, so that the first new token gets its space right."""
 _INCOMPLETE = "\ufffd"
 """What a decoder makes of bytes that are no character, or not yet."""
-_HELD_MAX = 64
+HELD_MAX = 64
 """So many tokens are held back at most, for all of them are decoded again with each one more."""
 _KEPT = 8
 """So many stay when their text must go: more bytes than a character has, so that a decoder which
@@ -29,7 +29,7 @@ class Detokenizer:
     The text of valid UTF-8 is that of all tokens decoded at once, and so is that of bad bytes in a
     byte-level tokenizer. One with byte fallback makes a whole run of byte tokens U+FFFD, one for
     each, if any of them is bad. Here what was given out before the bad one stays; after every
-    `_HELD_MAX` tokens the run is text again if its last `_KEPT` are text by themselves. What a push
+    `HELD_MAX` tokens the run is text again if its last `_KEPT` are text by themselves. What a push
     costs is bounded, whatever the tokens are.
     """
 
@@ -54,7 +54,7 @@ class Detokenizer:
         self._held.append(token)
         text = self._decode(self._settled + self._held)
         if text.endswith(_INCOMPLETE) or self._given.startswith(text):
-            return self._let_go(text) if len(self._held) == _HELD_MAX else ""
+            return self._let_go(text) if len(self._held) == HELD_MAX else ""
         rest = self._rest(text)
         self._settle(self._held)
         return rest

@@ -75,7 +75,7 @@ class PoolActor:
         `abort` ends it so that it is started anew, once an invariant is broken."""
         self._config = config.pool
         self._gather_s = config.pool.gather_ms / 1000
-        self._scheduler = Scheduler(config.scheduler)
+        self.scheduler = Scheduler(config.scheduler)
         self._probe = probe
         self._leave = leave
         self._abort = abort
@@ -86,7 +86,7 @@ class PoolActor:
         self._started_s = self._heard_s = self._ticked_s = clock()
         self._workers: dict[str, WorkerPeer] = {}
         """By the replica's id."""
-        self._frontends: dict[str, FrontendPeer] = {}
+        self.frontends: dict[str, FrontendPeer] = {}
         """By the session's id."""
         self._owners: dict[str, FrontendPeer] = {}
         """Which frontend a live request belongs to."""
@@ -161,18 +161,18 @@ class PoolActor:
             return
         self._wake_up()
         frontend = FrontendPeer(stream, self._clock(), self._state)
-        self._frontends[session] = frontend
+        self.frontends[session] = frontend
         frontend.flush()
         try:
             async for messages in stream.frames():
-                if frontend is self._frontends.get(session):
+                if frontend is self.frontends.get(session):
                     self._heard_s = frontend.heard_s = self._clock()
                     for message in messages:
                         self._hear(frontend, message)
         except PoolFailed:
             return
         finally:
-            if self._failed is None and frontend is self._frontends.get(session):
+            if self._failed is None and frontend is self.frontends.get(session):
                 self._lose_frontend(session, "has left")
 
     def _hear(self, frontend: FrontendPeer, message: Any) -> None:
@@ -193,7 +193,7 @@ class PoolActor:
                 if request_id in frontend.requests:
                     self._step(message)
             case ResumeNote(session):
-                if session in self._frontends:
+                if session in self.frontends:
                     self._lose_frontend(session, "has left")
             case _:
                 frontend.unfinished = message.unfinished
@@ -205,7 +205,7 @@ class PoolActor:
         return PoolView(
             incarnation=self._incarnation,
             uptime_s=self._clock() - self._started_s,
-            status=self._scheduler.snapshot(),
+            status=self.scheduler.snapshot(),
             stopping=self._stopping,
         )
 
@@ -223,10 +223,10 @@ class PoolActor:
             log.info("no new request is accepted%s", ", the unfinished ones end" if cut else "")
             self._tell_frontends()
         # One that moves from shard to shard may be in none of them at the moment.
-        told = sum(frontend.unfinished for frontend in self._frontends.values())
+        told = sum(frontend.unfinished for frontend in self.frontends.values())
         age_s = self._clock() - self._started_s
         return StopReply(
-            max(self._scheduler.snapshot().live, told), age_s > silence_s(self._config.beat_s)
+            max(self.scheduler.snapshot().live, told), age_s > silence_s(self._config.beat_s)
         )
 
     @property
@@ -240,7 +240,7 @@ class PoolActor:
         if self._failed is not None:
             raise PoolFailed("the pool has failed and ends")
         try:
-            self._delivery.post(self._scheduler.step(event, self._clock()))
+            self._delivery.post(self.scheduler.step(event, self._clock()))
             self._delivery.flush()
         except Exception as error:
             self._fail(event, batch, error)
@@ -263,7 +263,7 @@ class PoolActor:
     def _state(self, submits: int) -> PoolState:
         serving = [peer.spec for peer in self._workers.values() if not peer.draining]
         length_max = max((spec.length_max for spec in serving), default=0)
-        books = self._scheduler
+        books = self.scheduler
         load = ShardLoad(
             serving=len(serving),
             outstanding_tokens=books.outstanding_tokens,
@@ -275,7 +275,7 @@ class PoolActor:
 
     def _tell_frontends(self) -> None:
         """What the pool says of itself has changed."""
-        for frontend in self._frontends.values():
+        for frontend in self.frontends.values():
             frontend.flush()
 
     # ------------------------------------------------------------------ leases
@@ -306,18 +306,18 @@ class PoolActor:
             # This process stood still. What the others said meanwhile may be still unread.
             for worker in self._workers.values():
                 worker.heard_s = now_s
-            for frontend in self._frontends.values():
+            for frontend in self.frontends.values():
                 frontend.heard_s = now_s
         self._step(Tick())
         for replica_id, worker in list(self._workers.items()):
             if (loss := worker.loss(self._probe, now_s, self._config.lease_s)) is not None:
                 self._lose_worker(replica_id, *loss)
-        for session, frontend in list(self._frontends.items()):
+        for session, frontend in list(self.frontends.items()):
             silent_s = now_s - frontend.heard_s
             if silent_s > self._config.lease_s:
                 self._lose_frontend(session, f"is silent for {silent_s:.1f} s")
-        self._meter.observe(self._scheduler, now_s)
-        idle = not self._workers and not self._frontends
+        self._meter.observe(self.scheduler, now_s)
+        idle = not self._workers and not self.frontends
         if idle and self._leave and now_s - self._heard_s > self._config.idle_exit_s:
             log.info("no peer talks to the pool, it leaves")
             self._leave()
@@ -330,7 +330,7 @@ class PoolActor:
         self._tell_frontends()
 
     def _lose_frontend(self, session: str, why: str) -> None:
-        frontend = self._frontends.pop(session)
+        frontend = self.frontends.pop(session)
         lost = list(frontend.requests)
         log.warning("frontend %s %s; %d requests cancelled", session, why, len(lost))
         frontend.lost = True

@@ -46,7 +46,7 @@ class ShardRouter:
 
         `move_s`: how long requests wait for a shard that cannot serve them.
         """
-        self._pools = pools
+        self.pools = pools
         self._names = names
         self._move_s = move_s
         self._clock = clock
@@ -101,7 +101,7 @@ class ShardRouter:
 
         They are asked all at once; one that hangs keeps the others' answers for a second at most.
         """
-        asked = [self._ask(shard) for shard in range(len(self._pools))]
+        asked = [self._ask(shard) for shard in range(len(self.pools))]
         await asyncio.wait(asked, timeout=_STATUS_S)
         while not any(_has_answered(ask) for ask in asked):
             rest = [ask for ask in asked if not ask.done()]
@@ -150,7 +150,7 @@ class ShardRouter:
         if ask is None or ask.done():
             # All that look meanwhile wait for the same answer: a pool that hangs is not called more
             # and more often.
-            status = self._pools[shard].status()
+            status = self.pools[shard].status()
             ask = self._asked[shard] = asyncio.get_running_loop().create_task(status)
             ask.add_done_callback(_retrieved)
         return ask

@@ -86,6 +86,7 @@ class Worker:
         name: str,
         process: Any = None,
         shard: int = 0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`name` is for people; `process` is what lets the pool ask whether this one lives.
 
@@ -103,6 +104,7 @@ class Worker:
         self._pools = pools
         self._shard = shard
         self._name = name
+        self._clock = clock
         self._process = process
         self._jobs: queue.SimpleQueue[Batch | Release | _Forget | _Stop] = queue.SimpleQueue()
         self._interrupted = 0
@@ -149,7 +151,7 @@ class Worker:
 
     def _check_batches(self) -> None:
         began_s = self._batch_began_s
-        if began_s is not None and time.monotonic() - began_s > self._batch_s_max:
+        if began_s is not None and self._clock() - began_s > self._batch_s_max:
             # Rows of this membership did not cause a batch of one that has ended.
             mine = self._batch_of == self.replica_id
             raise ReplicaUnhealthy(f"a batch runs for over {self._batch_s_max:g} s", by_batch=mine)
@@ -175,6 +177,10 @@ class Worker:
         if self._stream is not None:
             self._stream.send(LeaveNote())
             await self._stream.close()
+        self.end()
+
+    def end(self) -> None:
+        """End the loop and the thread, as a process that dies does: the pool is not told."""
         self._member.cancel()
         self._jobs.put(_Stop())
 
@@ -326,7 +332,7 @@ class Worker:
         if batch.replica_id != self.replica_id:
             # Of a membership that has ended: its result is waited for no more.
             return StepFailed(batch.replica_id, batch.id, "the replica has joined again")
-        self._batch_of, self._batch_began_s = batch.replica_id, time.monotonic()
+        self._batch_of, self._batch_began_s = batch.replica_id, self._clock()
         try:
             return replica.step(batch, lambda: self._ends_early(batch))
         except Exception as error:

@@ -83,8 +83,6 @@ class Striker:
 
     def __init__(self, hosted: HostedCluster) -> None:
         self.struck: list[Struck] = []
-        self.missed: list[Strike] = []
-        """Strikes for which there was no victim."""
         self.error: BaseException | None = None
         self._hosted = hosted
         self._frozen_s = hosted.config.pool.lease_s + 1.5
@@ -124,11 +122,9 @@ class Striker:
             self.error = error
 
     def _victim(self, strike: Strike, kind: str) -> Process | None:
+        """None where there is none."""
         found = self._hosted.processes(kind)
-        if not found:
-            self.missed.append(strike)
-            return None
-        return found[int(strike.choice * len(found))]
+        return found[int(strike.choice * len(found))] if found else None
 
     def _kill(self, strike: Strike) -> None:
         victim = self._victim(strike, KILLED[strike.kind])
@@ -137,7 +133,6 @@ class Striker:
         try:
             os.kill(victim.pid, signal.SIGKILL)
         except ProcessLookupError:
-            self.missed.append(strike)
             return
         now_s = time.monotonic()
         self.struck.append(Struck(strike.kind, victim.name, now_s, now_s))
@@ -151,7 +146,6 @@ class Striker:
             os.kill(victim.pid, signal.SIGSTOP)
             self._over.wait(self._frozen_s)
         except ProcessLookupError:
-            self.missed.append(strike)
             return
         finally:
             # It may have been killed while it stood still.

@@ -1,4 +1,4 @@
-"""A fake replica that can be told what to suffer, by the first token of a prompt or by a file.
+"""A fake replica that can be told what to suffer, by the first token of a prompt.
 
 Its tokens are those of `tests.cluster.fakes`, so a perfect world can be computed. It writes down
 what it does now, so that a test can strike at the right moment.
@@ -62,26 +62,6 @@ class Stage:
             assert time.monotonic() < deadline_s, f"no {what} of {first}: {self.doing()}"
             time.sleep(0.002)
 
-    def limit_rows(self, rows: int | None) -> None:
-        """Batches of more rows raise MemoryError from now on; None: they do not."""
-        self._tell("rows_max", rows)
-
-    def break_process(self, pid: int | None) -> None:
-        """All batches of this process raise from now on."""
-        self._tell("broken", pid)
-
-    def _tell(self, name: str, value: int | None) -> None:
-        if value is None:
-            (self.directory / name).unlink(missing_ok=True)
-        else:
-            self._write(name, str(value))
-
-    def told(self, name: str) -> int | None:
-        try:
-            return int((self.directory / name).read_text())
-        except OSError:
-            return None
-
     def is_first(self, name: str) -> bool:
         """True for the first call, in whichever process."""
         try:
@@ -130,17 +110,9 @@ class TroubledReplica(FakeReplica):
             self._stage.write_doing("idle", [], self._serial)
 
     def _suffer(self, batch: Batch, firsts: list[int]) -> None:
-        prefill = batch.kind is BatchKind.PREFILL
-        if self._stage.told("broken") == os.getpid():
-            self._stage.note("failed")
-            raise RuntimeError("this replica is broken")
-        rows_max = self._stage.told("rows_max")
-        if rows_max is not None and len(firsts) > rows_max:
-            self._stage.note("failed")
-            raise MemoryError(f"{len(firsts)} rows are too many")
         self._prefill_s = self._slow_s if SLOW_PREFILL in firsts else 0.0
         self._step_s = self._slow_s if SLOW_STEP in firsts else self._plain_s
-        if prefill:
+        if batch.kind is BatchKind.PREFILL:
             return
         if POISON in firsts:
             self._stage.note("killed")

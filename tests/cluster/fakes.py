@@ -77,6 +77,7 @@ class FakeReplica:
             vocab_size=VOCAB,
             target="fake",
             draft="fake draft",
+            drafter="draft_model",
         )
         self.broken: Exception | None = None
         self._step_s = step_s

@@ -272,6 +272,11 @@ def test_stopping_what_never_started_starts_nothing(calls: list[Any]) -> None:
     assert calls == []
 
 
+def deployed_replicas(settings: dict[str, Any]) -> Any:
+    """Serve's deployment of them."""
+    return app.build_app(from_args(settings))._bound_deployment.init_args[2]._bound_deployment
+
+
 @pytest.mark.parametrize(
     ("settings", "machine", "each"),
     [
@@ -295,13 +300,10 @@ def test_gpus_of_a_replica(
 ) -> None:
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"GPU": machine} if machine else {})
-    built = app.build_app(from_args(settings))
-    (replicas,) = [
-        part for part in built._bound_deployment.init_args if hasattr(part, "_bound_deployment")
-    ]
-    assert replicas._bound_deployment.ray_actor_options["num_gpus"] == each
+    replicas = deployed_replicas(settings)
+    assert replicas.ray_actor_options["num_gpus"] == each
     # Of its memory, too: the first to load must not take all that is free.
-    told = replicas._bound_deployment.init_args[0].replica.gpu_share
+    told = replicas.init_args[0].replica.gpu_share
     assert told == (each if 0 < each < 1 else None)
 
 
@@ -322,9 +324,7 @@ def test_gpus_of_a_replica(
 def test_ranks_have_a_bundle_each_in_the_placement_group_of_their_replica(
     settings: dict[str, Any], bundle: dict[str, float], strategy: str
 ) -> None:
-    settings = {**settings, "replica": {"tensor_parallel": 3}}
-    replicas = app.build_app(from_args(settings))._bound_deployment.init_args[2]
-    deployment = replicas._bound_deployment
+    deployment = deployed_replicas({**settings, "replica": {"tensor_parallel": 3}})
     wanted = deployment._replica_config
     assert wanted.placement_group_bundles == [bundle] * 3
     assert wanted.placement_group_strategy == strategy
@@ -341,8 +341,8 @@ def test_a_part_of_a_gpu_is_too_little_for_a_rank() -> None:
 
 
 def test_a_replica_on_one_device_has_no_placement_group() -> None:
-    replicas = app.build_app(from_args({"device": "cuda"}))._bound_deployment.init_args[2]
-    assert replicas._bound_deployment._replica_config.placement_group_bundles is None
+    replicas = deployed_replicas({"device": "cuda"})
+    assert replicas._replica_config.placement_group_bundles is None
 
 
 def test_without_a_ray_auto_asks_for_no_gpu() -> None:

@@ -19,7 +19,7 @@ import yaml
 from ray import cloudpickle
 from ray.exceptions import ActorDiedError, GetTimeoutError
 
-from cluster.autoscaling import PoolPolicy, _Pools, serve_autoscaling
+from cluster.autoscaling import PoolPolicy, Pools, serve_autoscaling
 from cluster.config_sources import from_args, from_file
 from cluster.pool.protocol import PoolView, merged_view
 from cluster.worker import resources
@@ -64,7 +64,7 @@ def decide(policy: PoolPolicy, target: int) -> int:
 def settle(policy: PoolPolicy, target: int) -> int:
     """Ask until the answer that is under way has been taken into account."""
     decide(policy, target)
-    answer = policy._answer
+    answer = policy.answer
     assert answer is not None, "the pool was not asked"
     answer.exception(BOUND_S)
     return decide(policy, target)
@@ -139,7 +139,8 @@ def test_what_a_replica_commits_is_judged_by_the_queue_of_its_own_shard() -> Non
             committed_tokens=second * per_s,
         )
         replica = ReplicaStatus(name, SPEC, figures=figures)
-        return PoolView(name, 1.0, PoolStatus(waiting, waiting, (replica,), {}))
+        status = PoolStatus(waiting, waiting, (replica,), {}, outstanding_tokens=6000)
+        return PoolView(name, 1.0, status)
 
     def ask() -> PoolView:
         return merged_view([shard("a", 5, 8, 500), shard("b", 0, 2, 70)])
@@ -147,8 +148,8 @@ def test_what_a_replica_commits_is_judged_by_the_queue_of_its_own_shard() -> Non
     policy = PoolPolicy(["a", "b"], "lockstep", SETTINGS, rows_max=8, ask=ask, clock=clock)
     for second in range(0, 100, 2):
         clock.now_s = float(second)
-        settle(policy, 2)
-    assert policy._meter.tokens_per_s == pytest.approx(500.0)
+        wanted = settle(policy, 2)
+    assert wanted == 3, "12,000 tokens in 10 s, at 500/s each"
 
 
 class Actor:
@@ -191,7 +192,7 @@ def test_shards_that_answer_are_seen_though_another_hangs_or_is_gone(
 
     ray = SimpleNamespace(get_actor=get_actor, get=get, wait=wait_all)
     monkeypatch.setattr("cluster.autoscaling.ray", ray)
-    pools = _Pools(["a", "b"], "lockstep")
+    pools = Pools(["a", "b"], "lockstep")
     assert (pools().status.outstanding_tokens, pools().silent) == (30, ())
     actors["b"].state = "hangs"
     for _ in range(3):
@@ -231,16 +232,17 @@ def test_the_pool_is_asked_no_more_often_than_the_settings_say() -> None:
     for tenth in range(20):
         clock.now_s = tenth / 10
         decide(policy, 1)
-        if policy._answer is not None:
-            policy._answer.exception(BOUND_S)
+        if policy.answer is not None:
+            policy.answer.exception(BOUND_S)
         decide(policy, 1)
     assert len(asked) == 4
 
 
 def test_the_thread_ends_with_the_policy() -> None:
+    before = set(threading.enumerate())
     policy = policy_of(lambda: pool_of(0), Clock())
     settle(policy, 0)
-    (thread,) = policy._thread._threads
+    [thread] = set(threading.enumerate()) - before
     del policy
     thread.join(BOUND_S)
     assert not thread.is_alive()
@@ -249,12 +251,11 @@ def test_the_thread_ends_with_the_policy() -> None:
 def test_the_policy_reaches_the_controller_by_pickle_and_kwargs() -> None:
     config = from_args({"autoscaling": SETTINGS, "batch_size": 16})
     option = serve_autoscaling(config)
-    assert option is not None
     assert (option.min_replicas, option.max_replicas) == (0, 4)
     # As Serve does it: the class by value, then called with the kwargs of the config.
     made = cloudpickle.loads(option.policy.get_serialized_policy_def())
     policy = made(**option.policy.policy_kwargs)
-    assert policy._config == AutoscalingConfig.model_validate(SETTINGS)
+    assert policy.config == AutoscalingConfig.model_validate(SETTINGS)
     assert option.policy.policy_kwargs["pool_names"] == config.pool_names
 
 
@@ -262,11 +263,6 @@ def test_without_the_section_the_number_is_fixed() -> None:
     config = from_args({"replicas": 3})
     assert serve_autoscaling(config) is None
     assert (config.replicas_min, config.replicas_max) == (3, 3)
-
-
-def test_the_number_of_replicas_does_not_choose_the_pool() -> None:
-    config = from_args({"autoscaling": SETTINGS})
-    assert config.pool_name == from_args({}).pool_name
 
 
 def test_replicas_that_may_come_share_the_cores_from_the_first_on() -> None:

@@ -50,6 +50,20 @@ def test_strings_from_a_command_line_become_values() -> None:
             "pool.tick_s: must be at most a quarter of lease_s (0.1)",
         ),
         ({"pool": {"lease_s": 1}}, "pool.beat_s: must be below lease_s (1), is 1"),
+        ({"auth": {"keys_file": "keys.yaml"}}, "auth.keys_file"),
+        (
+            {"auth": {"keys_file": "/k", "allow_anyone": True}},
+            "auth: keys_file and allow_anyone contradict",
+        ),
+        ({"auth": {"keys": "/k"}}, "auth.keys"),
+        (
+            {"frontend": {"timeout_s": 7200}},
+            "frontend.timeout_s: must be at most scheduler.timeout_s_max (3600), is 7200",
+        ),
+        (
+            {"scheduler": {"timeout_s_max": 60}},
+            "frontend.timeout_s: must be at most scheduler.timeout_s_max (60), is",
+        ),
     ],
 )
 def test_a_wrong_key_or_value_is_named(args: dict[str, object], named: str) -> None:
@@ -75,7 +89,8 @@ def test_settings_that_cannot_share_a_pool_name_different_ones() -> None:
     names = [from_args(args).pool_name for args in settings]
     assert len(set(names)) == len(names)
     assert names[-1].startswith("mine-")
-    assert from_args({"draft": None, "grpc_port": 9001}).pool_name == names[0]
+    same = {"draft": None, "grpc_port": 9001, "autoscaling": {"max_replicas": 4}}
+    assert from_args(same).pool_name == names[0]
 
 
 def test_settings_are_frozen() -> None:
@@ -134,31 +149,6 @@ def test_a_server_for_others_has_keys_or_says_that_anyone_may_come(host: str) ->
         check_exposure(from_args({"http_host": host}))
     check_exposure(from_args({"http_host": host, "keys_file": "/etc/keys.yaml"}))
     check_exposure(from_args({"http_host": host, "allow_anyone": True}))
-
-
-@pytest.mark.parametrize(
-    ("auth", "named"),
-    [
-        ({"keys_file": "keys.yaml"}, r"auth\.keys_file"),
-        ({"keys_file": "/k", "allow_anyone": True}, "auth: keys_file and allow_anyone contradict"),
-        ({"keys": "/k"}, r"auth\.keys"),
-    ],
-)
-def test_settings_of_the_door_that_make_no_sense_are_named(
-    auth: dict[str, object], named: str
-) -> None:
-    with pytest.raises(ConfigError, match=named):
-        from_args({"auth": auth})
-
-
-@pytest.mark.parametrize(
-    "settings", [{"frontend": {"timeout_s": 7200}}, {"scheduler": {"timeout_s_max": 60}}]
-)
-def test_a_default_deadline_that_no_request_may_have_is_refused(
-    settings: dict[str, object],
-) -> None:
-    with pytest.raises(ConfigError, match=r"^frontend\.timeout_s: .*scheduler\.timeout_s_max"):
-        from_args(settings)
 
 
 def test_a_replicas_memory_is_to_last_for_the_schedulers_batches() -> None:

@@ -11,9 +11,15 @@ import grpc
 
 from cluster.config import ClusterConfig
 from cluster.pool.actor import PoolActor
-from cluster.pool.protocol import FRONTEND, WORKER, JoinReply, PoolUnreachable, PoolView
+from cluster.pool.protocol import (
+    FRONTEND,
+    WORKER,
+    FrontendMessage,
+    JoinReply,
+    PoolUnreachable,
+    PoolView,
+)
 from cluster.transport.stream import Stream, StreamKind
-from cluster.worker.worker import Worker, _Stop
 from scheduler.status import PoolStatus
 
 
@@ -56,23 +62,24 @@ class Wire:
         self.streams: list[tuple[StreamKind, str]] = []
         """Those that were opened."""
         self._ends: set[Callable[[], None]] = set()
+        self._to_frontend: Stream | None = None
         self._serving: set[asyncio.Task[None]] = set()
         self.actor = self._make()
 
     @property
     def replicas(self) -> list[str]:
         """Those that the pool knows."""
-        return [*self.actor._workers]
+        return [replica.id for replica in self.snapshot.replicas]
 
     @property
     def frontends(self) -> list[str]:
         """Sessions that the pool knows."""
-        return [*self.actor._frontends]
+        return [*self.actor.frontends]
 
     @property
     def snapshot(self) -> PoolStatus:
         """Of the pool's scheduler."""
-        return self.actor._scheduler.snapshot()
+        return self.actor.scheduler.snapshot()
 
     def restart(self) -> None:
         """The pool's process ends, and a new one takes its place."""
@@ -86,11 +93,14 @@ class Wire:
         self._ends.clear()
 
     def close(self) -> None:
-        if self.actor._ticker is not None:
-            self.actor._ticker.cancel()
         for serving in self._serving:
             serving.cancel()
         self.break_streams()
+
+    def say(self, *messages: FrontendMessage) -> None:
+        """To the frontend that has connected last, as if they came from the pool."""
+        assert self._to_frontend is not None
+        self._to_frontend.send(*messages)
 
     async def join(self, *args: Any) -> JoinReply:
         return await self._call("join", *args)  # type: ignore[no-any-return]
@@ -112,6 +122,8 @@ class Wire:
         self._ends.add(end)
         serve = {WORKER: self.actor.serve_worker, FRONTEND: self.actor.serve_frontend}[kind]
         called = Stream(kind.calling, there.read, back.write)
+        if kind is FRONTEND:
+            self._to_frontend = called
         serving = asyncio.get_running_loop().create_task(serve(name, called))
         serving.add_done_callback(lambda _task: end())
         serving.add_done_callback(self._served)
@@ -138,9 +150,3 @@ async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(100):
         while not condition():
             await asyncio.sleep(0.001)
-
-
-def kill(worker: Worker) -> None:
-    """As the end of its process does: nobody is told."""
-    worker._member.cancel()
-    worker._jobs.put(_Stop())

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import urllib.error
-import urllib.request
 from random import Random
 
 import pytest
@@ -81,26 +78,3 @@ def test_hundreds_of_cancels_at_random_moments_leave_nothing_over(
     assert sum(replica.residents for replica in status.replicas) == 0
     again = client.generate(pb.GenerateRequest(prompt="after", max_new_tokens=20))
     assert list(again.token_ids) == expected(["after"], 20)[0]
-
-
-def test_openai(cluster: HostedCluster, client: Client) -> None:
-    """Server-sent events come through Serve's proxy as they are."""
-    plain = client.generate(pb.GenerateRequest(prompt=PROMPTS[0], max_new_tokens=32))
-
-    def post(path: str, **fields: object) -> bytes:
-        body = json.dumps({"model": cluster.config.replica.target, **fields}).encode()
-        headers = {"content-type": "application/json"}
-        request = urllib.request.Request(f"{cluster.http}/v1/{path}", body, headers)
-        with urllib.request.urlopen(request, timeout=CALL_S) as answer:
-            read: bytes = answer.read()
-            return read
-
-    asked = {"prompt": PROMPTS[0], "max_tokens": 32, "temperature": 0}
-    assert json.loads(post("completions", **asked))["choices"][0]["text"] == plain.text
-    *events, done, _ = post("completions", **asked, stream=True).decode().split("\n\n")
-    assert done == "data: [DONE]"
-    chunks = [json.loads(event.partition("\ndata: ")[2]) for event in events]
-    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == plain.text
-    with pytest.raises(urllib.error.HTTPError) as caught:
-        post("chat/completions", messages=[{"role": "user", "content": "x"}])
-    assert json.load(caught.value)["error"]["param"] == "messages"

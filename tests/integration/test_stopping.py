@@ -22,7 +22,6 @@ import grpc
 import pytest
 import yaml
 from grpc import StatusCode
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cluster.client import NO_RETRY, Client
 from cluster.client.retry import is_repeatable
@@ -41,7 +40,6 @@ STOP_S = 60.0
 FLOW_S = 60.0
 TOKENS = 2000
 """Of a stream: more than a second on a machine that takes 0.2 ms for a step."""
-STATES = health_pb2.HealthCheckResponse
 
 
 @pytest.fixture(scope="module")
@@ -203,34 +201,6 @@ class Streams:
             self.errors[number] = error
 
 
-@dataclass
-class Watch:
-    """An open health watch, as a load balancer holds one."""
-
-    address: str
-    seen: list[int] = field(default_factory=list)
-    error: grpc.RpcError | None = None
-
-    def begin(self) -> None:
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-        wait_for(lambda: bool(self.seen), "the watch says nothing")
-
-    def ended_within(self, bound_s: float) -> bool:
-        self._thread.join(bound_s)
-        return not self._thread.is_alive()
-
-    def _run(self) -> None:
-        with grpc.insecure_channel(self.address) as channel:
-            try:
-                for answer in health_pb2_grpc.HealthStub(channel).Watch(
-                    health_pb2.HealthCheckRequest()
-                ):
-                    self.seen.append(answer.status)
-            except grpc.RpcError as error:
-                self.error = error
-
-
 def refused_while(streams: Streams) -> grpc.RpcError:
     """The refusal of a new request, which came while a stream still ran."""
     while True:
@@ -256,8 +226,7 @@ def test_what_runs_is_finished_and_what_is_new_refused(
         undisturbed.begin()
         undisturbed.join(60)
         assert not undisturbed.errors
-        streams, watch = Streams(served.address, 8), Watch(served.address)
-        watch.begin()
+        streams = Streams(served.address, 8)
         streams.begin()
         told_s = time.monotonic()
         served.process.send_signal(signal.SIGTERM)
@@ -265,9 +234,6 @@ def test_what_runs_is_finished_and_what_is_new_refused(
         print(f"refused after {time.monotonic() - told_s:.2f} s")
         assert refused.code() is StatusCode.UNAVAILABLE
         assert refused.details() == "the server is stopping"
-        assert watch.ended_within(STOP_S), "the watch is still open"
-        assert watch.seen == [STATES.SERVING, STATES.NOT_SERVING]
-        assert watch.error is None
         streams.join(GRACE_S)
         print(f"the streams ended after {time.monotonic() - told_s:.2f} s")
         assert not streams.errors

@@ -157,7 +157,8 @@ class AdmissionControl:
         sha256 = auth.api_key_sha256
         self._one_key = () if sha256 is None else (KeyEntry(name="api-key", sha256=sha256),)
         self._tenants: dict[str, _Tenant] = {}
-        self._addresses: dict[str, _Tenant] = {}
+        self.addresses: dict[str, _Tenant] = {}
+        """Those of callers without a key that have something in flight."""
 
     def check(self, caller: Caller) -> KeyEntry | None:
         """The key that came with the call; None without keys. Raises Unauthenticated."""
@@ -197,14 +198,14 @@ class AdmissionControl:
         def leave() -> None:
             use.in_flight -= sequences
             if entry is None and not use.in_flight:
-                self._addresses.pop(caller.address, None)
+                self.addresses.pop(caller.address, None)
 
         return Admitted("" if entry is None else entry.name, use, self._clock, leave)
 
     def _of_address(self, address: str) -> _Tenant:
-        if address not in self._addresses:
-            self._addresses[address] = _Tenant(requests_max=self._per_address)
-        return self._addresses[address]
+        if address not in self.addresses:
+            self.addresses[address] = _Tenant(requests_max=self._per_address)
+        return self.addresses[address]
 
     def _of_key(self, entry: KeyEntry) -> _Tenant:
         use = self._tenants.setdefault(entry.name, _Tenant())

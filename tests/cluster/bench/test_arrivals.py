@@ -122,11 +122,6 @@ def test_a_duration_ends_the_sending_and_what_runs_is_finished() -> None:
     assert [record.end_s for record in records] == [8.0, 16.0, 24.0]
 
 
-def test_a_refused_request_is_an_error_by_its_name() -> None:
-    records = driven(Clock(), Closed(1), Extent(requests=2), refused)
-    assert [record.error for record in records] == ["InvalidRequest"] * 2
-
-
 def test_a_load_of_which_all_is_refused_ends_with_its_duration() -> None:
     clock = Clock()
     records = driven(clock, Closed(3), Extent(duration_s=2.0), refused)

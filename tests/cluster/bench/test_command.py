@@ -11,17 +11,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from cluster.bench import session
 from cluster.bench.compare import Comparison, Contender
 from cluster.bench.report import Report
 from cluster.bench.workload import synthetic_prompts
-from cluster.cli.main import main
 from scheduler.simulation import parse_lengths
 from tests.cluster.bench.test_report import report
-
-RUN = CliRunner()
+from tests.cluster.cli.command import lockstep
 
 
 @pytest.mark.parametrize(
@@ -43,7 +40,7 @@ RUN = CliRunner()
     ],
 )
 def test_what_contradicts_itself_is_refused(arguments: list[str]) -> None:
-    assert RUN.invoke(main, ["bench", "--engine", *arguments]).exit_code == 2
+    lockstep("bench", "--engine", *arguments, code=2)
 
 
 @pytest.mark.parametrize(
@@ -60,9 +57,7 @@ def test_what_contradicts_itself_is_refused(arguments: list[str]) -> None:
 def test_an_option_that_would_do_nothing_or_is_wrong_is_named(
     arguments: list[str], said: str
 ) -> None:
-    result = RUN.invoke(main, ["bench", "--address", "localhost:1", *arguments])
-    assert result.exit_code == 2
-    assert said in result.output
+    assert said in lockstep("bench", "--address", "localhost:1", *arguments, code=2)
 
 
 WRONG = "RuntimeError: [enforce fail at alloc_cpu.cpp:117] [/models/x] :cat: no memory"
@@ -90,11 +85,10 @@ def test_a_comparison_that_fails_leaves_figures_and_files(
 
     path = tmp_path / "a.json"
     measuring(monkeypatch, reports)
-    result = RUN.invoke(main, ["bench", "--engine", "--json", str(path)])
-    assert result.exit_code == 1
-    assert f"Not compared: {WRONG}" in result.output
-    assert result.output.count("committed per row and step") == 1
-    assert "no [spread]" in result.output
+    said = lockstep("bench", "--engine", "--json", str(path), code=1)
+    assert f"Not compared: {WRONG}" in said
+    assert said.count("committed per row and step") == 1
+    assert "no [spread]" in said
     data = json.loads(path.read_text())
     assert (data["not_compared"], data["figures"]["new_tokens"]) == (WRONG, 12)
 
@@ -107,7 +101,7 @@ def test_a_request_that_fails_on_any_server_is_a_failure(
         both = replace(found(), servers=servers)
         monkeypatch.setattr(session, "run_on_openai", lambda *_given, both=both: iter([both]))
         arguments = [part for url in servers for part in ("--openai", url)]
-        assert RUN.invoke(main, ["bench", *arguments]).exit_code == status
+        lockstep("bench", *arguments, code=status)
 
 
 def test_an_interrupted_comparison_leaves_them_too(
@@ -118,9 +112,8 @@ def test_an_interrupted_comparison_leaves_them_too(
         raise KeyboardInterrupt
 
     measuring(monkeypatch, reports)
-    result = RUN.invoke(main, ["bench", "--engine", "--html", str(tmp_path / "a.html")])
-    assert result.exit_code == 130
-    assert "committed per row and step" in result.output
+    said = lockstep("bench", "--engine", "--html", str(tmp_path / "a.html"), code=130)
+    assert "committed per row and step" in said
     assert "There is none: not yet" in (tmp_path / "a.html").read_text()
 
 
@@ -131,10 +124,9 @@ def test_why_a_way_does_not_run_is_shown_as_it_is(monkeypatch: pytest.MonkeyPatc
         monkeypatch,
         lambda: iter([replace(found(), not_compared="x"), replace(found(), comparison=comparison)]),
     )
-    result = RUN.invoke(main, ["bench", "--engine"])
-    assert result.exit_code == 0
-    assert why in result.output
-    assert "1 [left] out" in result.output
+    said = lockstep("bench", "--engine")
+    assert why in said
+    assert "1 [left] out" in said
 
 
 def test_an_error_is_shown_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,9 +135,7 @@ def test_an_error_is_shown_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
         yield
 
     measuring(monkeypatch, reports)
-    result = RUN.invoke(main, ["bench", "--engine"])
-    assert result.exit_code == 2
-    assert WRONG in result.output
+    assert WRONG in lockstep("bench", "--engine", code=2)
 
 
 def test_an_output_that_cannot_be_written_is_refused_before_the_load(
@@ -153,9 +143,7 @@ def test_an_output_that_cannot_be_written_is_refused_before_the_load(
 ) -> None:
     measuring(monkeypatch, lambda: pytest.fail("the load has begun"))
     arguments = ["bench", "--engine", "--json", str(tmp_path), "--html", str(tmp_path / "a.html")]
-    result = RUN.invoke(main, arguments)
-    assert result.exit_code == 2
-    assert str(tmp_path) in result.output
+    assert str(tmp_path) in lockstep(*arguments, code=2)
 
 
 def test_an_output_that_is_lost_meanwhile_costs_neither_figures_nor_the_other(
@@ -167,10 +155,9 @@ def test_an_output_that_is_lost_meanwhile_costs_neither_figures_nor_the_other(
 
     measuring(monkeypatch, reports)
     arguments = ["--html", str(tmp_path / "a.html"), "--json", str(tmp_path / "a.json")]
-    result = RUN.invoke(main, ["bench", "--engine", *arguments])
-    assert result.exit_code == 1
-    assert "a.html was not written" in result.output
-    assert "committed per row and step" in result.output
+    said = lockstep("bench", "--engine", *arguments, code=1)
+    assert "a.html was not written" in said
+    assert "committed per row and step" in said
     assert json.loads((tmp_path / "a.json").read_text())["figures"]["new_tokens"] == 12
 
 
@@ -196,8 +183,7 @@ def test_the_demo_pair_from_prompts_to_pages(tmp_path: Path) -> None:
         *("--compare", "--rounds", "1", "--compare-prompts", "2"),
         *("--json", str(tmp_path / "a.json"), "--html", str(tmp_path / "a.html")),
     ]
-    result = RUN.invoke(main, arguments)
-    assert result.exit_code == 0, result.output
+    lockstep(*arguments)
     data = json.loads((tmp_path / "a.json").read_text())
     figures, comparison = data["figures"], data["comparison"]
     assert (figures["requests"], figures["failed"], figures["new_tokens"]) == (6, 0, 36)

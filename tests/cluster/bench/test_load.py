@@ -11,26 +11,34 @@ from pathlib import Path
 
 import grpc
 import pytest
-from typer.testing import CliRunner
 
+from cluster.bench import compare
 from cluster.bench.arrivals import Bursts, Closed, Extent
+from cluster.bench.compare import Comparison
 from cluster.bench.figures import Record, summarise
-from cluster.bench.load import _take, check_requests, drive, grpc_request, over_grpc, pool_sums
+from cluster.bench.load import check_requests, drive, grpc_request, over_grpc, pool_sums, take_chunk
+from cluster.bench.transformers_runs import Transformers
 from cluster.bench.workload import BenchError, Workload, synthetic_prompts
-from cluster.cli.main import main
 from cluster.client import AsyncClient
 from cluster.client.retry import Continuation, StreamBroken
+from cluster.config import ClusterConfig
 from protos import lockstep_pb2 as pb, lockstep_pb2_grpc
+from replicas.config import ReplicaConfig
+from replicas.models.names import TINY
 from scheduler.messages import SamplingParams
 from scheduler.simulation import uniform
-from tests.cluster.fakes import CONTEXT, VOCAB
+from tests.cluster.bench.test_report import COMPARISON
+from tests.cluster.cli.command import lockstep
+from tests.cluster.fakes import CONTEXT, VOCAB, FakeReplica
 from tests.cluster.frontend.rig import frontend
 
 
 @asynccontextmanager
-async def served(step_s: float = 0.0) -> AsyncIterator[str]:
+async def served(step_s: float = 0.0, target: str = "fake") -> AsyncIterator[str]:
     """The address of a frontend with its pool and a fake replica, behind real gRPC."""
-    async with frontend(step_s) as made:
+    fake = FakeReplica(step_s)
+    fake.spec = replace(fake.spec, target=target, draft=target)
+    async with frontend(load=lambda: fake) as made:
         server = grpc.aio.server()
         lockstep_pb2_grpc.add_LockstepServicer_to_server(made, server)
         port = server.add_insecure_port("127.0.0.1:0")
@@ -46,49 +54,42 @@ def workload(temperature: float = 0.0) -> Workload:
     return Workload(prompts, "random", 20, SamplingParams(temperature=temperature, seed=7))
 
 
-def test_a_closed_loop_through_grpc_gets_every_token() -> None:
-    async def test() -> None:
-        async with served() as address, AsyncClient(address) as client:
-            before = pool_sums(await client.status())
-            ended: list[int] = []
-            records = await drive(
-                over_grpc(client, lambda n: grpc_request(workload(), n)),
-                Closed(3),
-                Extent(requests=7),
-                ended.append,
-            )
-            made = summarise(records, before, pool_sums(await client.status()), client.retries)
-            assert (made.requests, made.failed, made.new_tokens) == (7, 0, 140)
-            prompts = workload().prompts
-            assert made.prompt_tokens == sum(len(prompts[n % 3]) for n in range(7))
-            assert ended == list(range(1, 8))
-            assert made.steps + made.accepted_tokens >= 140
-            assert made.acceptance is not None
-            assert round(sum(made.accepted_at) * made.steps) == made.accepted_tokens
-            assert made.spread_mean is not None
-            assert all(record.due_s == record.sent_s for record in records)
-
-    asyncio.run(test())
+async def test_a_closed_loop_through_grpc_gets_every_token() -> None:
+    async with served() as address, AsyncClient(address) as client:
+        before = pool_sums(await client.status())
+        ended: list[int] = []
+        records = await drive(
+            over_grpc(client, lambda n: grpc_request(workload(), n)),
+            Closed(3),
+            Extent(requests=7),
+            ended.append,
+        )
+        made = summarise(records, before, pool_sums(await client.status()), client.retries)
+        assert (made.requests, made.failed, made.new_tokens) == (7, 0, 140)
+        prompts = workload().prompts
+        assert made.prompt_tokens == sum(len(prompts[n % 3]) for n in range(7))
+        assert ended == list(range(1, 8))
+        assert made.steps + made.accepted_tokens >= 140
+        assert round(sum(made.accepted_at) * made.steps) == made.accepted_tokens
+        assert made.spread_mean is not None
+        assert all(record.due_s == record.sent_s for record in records)
 
 
-def test_an_open_loop_does_not_wait_for_answers_and_a_failure_is_one_request() -> None:
-    async def test() -> None:
-        # 20 tokens take over five times as long as the second burst is late.
-        async with served(step_s=0.1) as address, AsyncClient(address) as client:
+async def test_an_open_loop_does_not_wait_for_answers_and_a_failure_is_one_request() -> None:
+    # 20 tokens take over five times as long as the second burst is late.
+    async with served(step_s=0.1) as address, AsyncClient(address) as client:
 
-            def make(number: int) -> pb.GenerateRequest:
-                request = grpc_request(workload(), number)
-                if number == 2:
-                    request.max_new_tokens = CONTEXT + 1
-                return request
+        def make(number: int) -> pb.GenerateRequest:
+            request = grpc_request(workload(), number)
+            if number == 2:
+                request.max_new_tokens = CONTEXT + 1
+            return request
 
-            records = await drive(over_grpc(client, make), Bursts(4, 0.05), Extent(requests=8))
-            assert [record.due_s for record in records] == [0.0] * 4 + [0.05] * 4
-            assert [record.error for record in records].count("INVALID_ARGUMENT") == 1
-            assert records[2].error == "INVALID_ARGUMENT"
-            assert records[5].sent_s < max(record.end_s or 0.0 for record in records[:4])
-
-    asyncio.run(test())
+        records = await drive(over_grpc(client, make), Bursts(4, 0.05), Extent(requests=8))
+        assert [record.due_s for record in records] == [0.0] * 4 + [0.05] * 4
+        assert [record.error for record in records].count("INVALID_ARGUMENT") == 1
+        assert records[2].error == "INVALID_ARGUMENT"
+        assert records[5].sent_s < max(record.end_s or 0.0 for record in records[:4])
 
 
 def test_a_request_on_the_wire_has_the_options_and_a_seed_of_its_own() -> None:
@@ -119,7 +120,7 @@ def test_the_steps_after_a_break_stand_beside_the_tokens_since_then() -> None:
         stream.request(before)
         seen = stream.take(chunk)
         assert seen is not None
-        _take(record, seen, before)
+        take_chunk(record, seen, before)
     assert (record.new_tokens, record.recovered, record.step_tokens) == (128, 1, 28)
 
 
@@ -137,7 +138,7 @@ def test_sums_name_the_pool_and_the_replicas_that_they_are_of() -> None:
     assert (sums.incarnation, sums.replicas) == ("a+b", {"r0.1", "r1.1"})
 
 
-def test_a_server_that_is_silent_at_the_end_costs_spread_and_padding(
+async def test_a_server_that_is_silent_at_the_end_costs_spread_and_padding(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import cluster.bench.session  # noqa: F401
@@ -154,49 +155,57 @@ def test_a_server_that_is_silent_at_the_end_costs_spread_and_padding(
 
     monkeypatch.setattr(AsyncClient, "status", silent_at_the_end)
 
-    async def test() -> None:
-        async with served() as address:
-            arguments = [
-                *("bench", "--address", address, "--prompt-tokens", "4..8", "--requests", "3"),
-                *("--warm-up", "1", "--max-new-tokens", "6", "--json", str(tmp_path / "a.json")),
-            ]
-            result = await asyncio.to_thread(CliRunner().invoke, main, arguments)
-            assert result.exit_code == 0, result.output
-            assert "no status at the end (UNAVAILABLE: the stream ended" in result.output
-
-    asyncio.run(test())
+    async with served() as address:
+        arguments = [
+            *("bench", "--address", address, "--prompt-tokens", "4..8", "--requests", "3"),
+            *("--warm-up", "1", "--max-new-tokens", "6", "--json", str(tmp_path / "a.json")),
+        ]
+        said = await asyncio.to_thread(lockstep, *arguments)
+    assert "no status at the end (UNAVAILABLE: the stream ended" in said
     data = json.loads((tmp_path / "a.json").read_text())
     assert answers == 3
     assert (data["figures"]["new_tokens"], data["figures"]["padding"]) == (18, None)
     assert data["notes"][0].startswith("no spread, no padding")
 
 
-def test_the_command_measures_a_cluster(tmp_path: Path) -> None:
+async def test_the_command_measures_a_cluster_and_compares_the_models_that_it_serves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared: list[ReplicaConfig] = []
+
+    def compare_config(config: ClusterConfig, *_given: object) -> Comparison:
+        compared.append(config.replica)
+        return COMPARISON
+
+    monkeypatch.setattr(compare, "compare_config", compare_config)
+    monkeypatch.setattr(Transformers, "load", lambda _config: None)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "the quick"}\n{"prompt": "brown fox"}\n')
     # The command's thread would import it, for many seconds on a slow machine.
     import cluster.bench.session  # noqa: F401
 
-    async def test() -> None:
-        async with served() as address:
-            arguments = [
-                *("bench", "--address", address, "--prompt-tokens", "4..8", "--requests", "6"),
-                *("--in-flight", "2", "--warm-up", "2", "--max-new-tokens", "12"),
-                *("--html", str(tmp_path / "new" / "a.html"), "--json", str(tmp_path / "a.json")),
-            ]
-            result = await asyncio.to_thread(CliRunner().invoke, main, arguments)
-            assert result.exit_code == 0, result.output
-            assert "closed loop, 2 in flight" in result.output
-            assert (tmp_path / "new" / "a.html").read_text().startswith("<!DOCTYPE html>")
-            assert (tmp_path / "a.json").exists()
+    async with served(target=TINY) as address:
+        arguments = [
+            *("bench", "--address", address, "--prompts", str(prompts), "--requests", "6"),
+            *("--rate", "40", "--warm-up", "2", "--max-new-tokens", "12", "--compare"),
+            *("--html", str(tmp_path / "new" / "a.html"), "--json", str(tmp_path / "a.json")),
+        ]
+        await asyncio.to_thread(lockstep, *arguments)
+    assert (tmp_path / "new" / "a.html").read_text().startswith("<!DOCTYPE html>")
+    data = json.loads((tmp_path / "a.json").read_text())
+    figures = data["figures"]
+    assert (figures["requests"], figures["failed"], figures["new_tokens"]) == (6, 0, 6 * 12)
+    assert figures["elapsed_s"] > data["requests"][-1]["due_s"] > 0
+    assert figures["latency_s"]["p50"] >= figures["ttft_s"]["p50"] > 0
+    assert 0 < figures["acceptance"] <= 1
+    assert figures["spread_mean"] >= 0
+    assert data["settings"]["replicas"] == 1
+    assert [(one.target, one.draft) for one in compared] == [(TINY, TINY)]
+    assert data["comparison"]["prompts"] == COMPARISON.prompts
 
-    asyncio.run(test())
 
-
-def test_held_out_text_is_for_the_demo_pair_only() -> None:
-    async def test() -> None:
-        async with served() as address:
-            arguments = ["bench", "--address", address, "--requests", "1"]
-            result = await asyncio.to_thread(CliRunner().invoke, main, arguments)
-            assert result.exit_code == 2
-            assert "prompts: give --prompts" in result.output
-
-    asyncio.run(test())
+async def test_held_out_text_is_for_the_demo_pair_only() -> None:
+    async with served() as address:
+        arguments = ["bench", "--address", address, "--requests", "1"]
+        said = await asyncio.to_thread(lambda: lockstep(*arguments, code=2))
+    assert "prompts: give --prompts" in said

@@ -14,13 +14,11 @@ from typing import Any
 import pytest
 import uvicorn
 from fastapi import FastAPI, Response
-from typer.testing import CliRunner
 
 from cluster.bench.figures import Record
-from cluster.bench.openai_load import _take
-from cluster.cli.main import main
-from cluster.frontend.http_api.app import http_app
-from tests.cluster.frontend.rig import frontend
+from cluster.bench.openai_load import take_event
+from tests.cluster.cli.command import lockstep
+from tests.cluster.frontend.http_api.test_http import http_frontend
 
 
 @asynccontextmanager
@@ -37,20 +35,13 @@ async def over_http(app: FastAPI) -> AsyncIterator[int]:
         await serving
 
 
-@asynccontextmanager
-async def served() -> AsyncIterator[int]:
-    """The port of a frontend with a fake replica behind real HTTP."""
-    async with frontend() as made, over_http(http_app(made.service)) as port:
-        yield port
-
-
 async def test_two_servers_are_measured_and_shown_side_by_side(tmp_path: Path) -> None:
     # The command's thread would import it, for many seconds on a slow machine.
     import cluster.bench.session  # noqa: F401
 
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "the quick"}\n{"prompt": "brown fox"}\n')
-    async with served() as port:
+    async with http_frontend() as app, over_http(app) as port:
         urls = [f"http://127.0.0.1:{port}", f"http://localhost:{port}/v1"]
         arguments = [
             *("bench", "--prompts", str(path), "--requests", "6", "--in-flight", "3"),
@@ -58,18 +49,17 @@ async def test_two_servers_are_measured_and_shown_side_by_side(tmp_path: Path) -
             *("--html", str(tmp_path / "a.html")),
             *(part for url in urls for part in ("--openai", url)),
         ]
-        result = await asyncio.to_thread(CliRunner().invoke, main, arguments)
-    assert result.exit_code == 0, result.output
+        said = await asyncio.to_thread(lockstep, *arguments)
     data = json.loads((tmp_path / "a.json").read_text())
     assert list(data["servers"]) == urls
     for figures in (data["figures"], *data["servers"].values()):
         assert (figures["requests"], figures["failed"], figures["new_tokens"]) == (6, 0, 120)
         assert figures["ttft_s"]["count"] == figures["token_s"]["count"] == 6
     assert data["settings"]["target"] == "tiny"
-    assert "Servers" in result.output
+    assert "Servers" in said
     whose = f"of {urls[0]} alone"
     page = (tmp_path / "a.html").read_text()
-    assert all(whose in text for text in (result.output, page, *data["notes"][-1:]))
+    assert all(whose in text for text in (said, page, *data["notes"][-1:]))
     assert f"<h2>Load on {urls[0]}</h2>" in page
 
 
@@ -129,8 +119,7 @@ async def test_a_foreign_server_is_asked_for_what_it_knows(
             *("bench", "--prompts", str(path), "--requests", "3", "--warm-up", "0", *options),
             *("--json", str(tmp_path / "a.json"), "--openai", f"http://127.0.0.1:{port}"),
         ]
-        result = await asyncio.to_thread(CliRunner().invoke, main, arguments)
-    assert result.exit_code == 0, result.output
+        await asyncio.to_thread(lockstep, *arguments)
     assert [(one.keys(), one["model"]) for one in asked] == [(fields, model)] * 3
     turn = {"role": "user", "content": "the quick"}
     assert all(one.get("messages", [turn]) == [turn] for one in asked)
@@ -139,28 +128,23 @@ async def test_a_foreign_server_is_asked_for_what_it_knows(
 
 
 def test_random_tokens_are_refused_before_a_server_is_asked() -> None:
-    arguments = ["bench", "--prompt-tokens", "5", "--openai", "http://127.0.0.1:1"]
-    result = CliRunner().invoke(main, arguments)
-    assert result.exit_code == 2
-    said = " ".join(result.output.replace("│", " ").split())
-    assert "--prompt-tokens: not with --openai" in said
+    said = lockstep("bench", "--prompt-tokens", "5", "--openai", "http://127.0.0.1:1", code=2)
+    assert "--prompt-tokens: not with --openai" in " ".join(said.replace("│", " ").split())
 
 
 def test_a_server_that_is_not_there_is_a_sentence(tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "x"}\n')
     arguments = ["bench", "--prompts", str(path), "--openai", "http://127.0.0.1:1"]
-    result = CliRunner().invoke(main, arguments)
-    assert result.exit_code == 2
-    assert "openai: http://127.0.0.1:1/v1/models: " in result.output
+    assert "openai: http://127.0.0.1:1/v1/models: " in lockstep(*arguments, code=2)
 
 
 def test_tokens_are_divided_among_the_events_that_brought_text() -> None:
     record = Record(0, 0.0, 0.0)
     for at_s, text in ((1.0, "a"), (2.0, ""), (3.0, "b"), (4.0, "c")):
-        _take(record, {"choices": [{"text": text}], "usage": None}, at_s)
-    _take(record, {"choices": [], "usage": {"prompt_tokens": 4, "completion_tokens": 8}}, 5.0)
+        take_event(record, {"choices": [{"text": text}], "usage": None}, at_s)
+    take_event(record, {"choices": [], "usage": {"prompt_tokens": 4, "completion_tokens": 8}}, 5.0)
     assert record.chunks == [(1.0, 2), (3.0, 3), (4.0, 3)]
     assert (record.prompt_tokens, record.error) == (4, "")
-    _take(record, {"error": {"code": "UNAVAILABLE"}}, 6.0)
+    take_event(record, {"error": {"code": "UNAVAILABLE"}}, 6.0)
     assert record.error == "UNAVAILABLE"

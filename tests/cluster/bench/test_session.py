@@ -85,11 +85,11 @@ def test_prompts_that_do_not_fit_are_left_out_and_that_is_said() -> None:
         compare.that_fit([long], SchedulerConfig(), spec)
 
 
-def load(after: PoolSums | None, unanswered: str = "") -> session._Load:
+def load(after: PoolSums | None, unanswered: str = "") -> session.Load:
     clamped = Record(0, 0.0, 0.0, 5, [(0.1, 18)], 0.1, "", 2, 16, 16, (2,) * 8)
     text = Workload(((3,),), "1 prompt", 18, SamplingParams(), True, None, "salt")
     before = PoolSums(0, 0, 0, 0, "pool", frozenset({"a"}))
-    return session._Load(text, [clamped], before, after, 0, {}, unanswered)
+    return session.Load(text, [clamped], before, after, 0, {}, unanswered)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def load(after: PoolSums | None, unanswered: str = "") -> session._Load:
     ],
 )
 def test_a_report_says_why_figures_are_missing(after: PoolSums | None, said: list[str]) -> None:
-    made = session._report(plan(), load(after, "UNAVAILABLE"))
+    made = session.report_of(plan(), load(after, "UNAVAILABLE"))
     assert [words in note for words, note in zip(said, made.notes, strict=True)] == [True] * len(
         said
     )
@@ -121,13 +121,13 @@ def test_the_report_of_the_load_comes_before_the_comparison(
 
     monkeypatch.setattr(compare, "compare_config", run)
     given: Any = (from_args({}), load(None), object(), None, lambda *progress: None)
-    reports = session._reports(plan(compare=True), *given)
+    reports = session.reports_of(plan(compare=True), *given)
     first = next(reports)
     assert (begun, first.comparison, first.not_compared) == ([], None, session.NOT_FINISHED)
     (second,) = reports
     assert (second.comparison, second.not_compared) == (COMPARISON, "")
     assert second.summary is first.summary
-    (alone,) = session._reports(plan(), *given)
+    (alone,) = session.reports_of(plan(), *given)
     assert (alone.comparison, alone.not_compared) == (None, "")
 
 
@@ -144,7 +144,7 @@ def test_a_comparison_that_fails_leaves_the_load_and_says_why(
 
     monkeypatch.setattr(*((Transformers, "load") if loading else (compare, "compare_config")), fail)
     models: Any = None if loading else object()
-    first, second = session._reports(
+    first, second = session.reports_of(
         plan(compare=True), from_args({}), load(None), models, None, lambda *progress: None
     )
     assert second.not_compared == f"{type(error).__name__}: {error}"
@@ -189,7 +189,7 @@ def test_so_has_the_engine_that_verifies(monkeypatch: pytest.MonkeyPatch, tmp_pa
 def test_a_report_claims_no_more_drafting_than_the_figures_show(
     draft_len: int | None, said: str
 ) -> None:
-    made = session._report(plan(draft_len=draft_len), load(None))
+    made = session.report_of(plan(draft_len=draft_len), load(None))
     assert made.settings["draft tokens per step"] == said
     assert made.summary.drafted_per_step == 8
 

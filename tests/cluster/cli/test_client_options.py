@@ -5,15 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from cluster.cli.main import main
 from cluster.client import Tls
 from cluster.client.channel import Server
 from cluster.config import ConfigError
 from cluster.config_sources import api_key
-
-RUN = CliRunner()
+from tests.cluster.cli.command import lockstep
 
 
 def test_a_file_goes_before_the_environment(tmp_path: Path) -> None:
@@ -33,15 +30,13 @@ def test_what_is_no_key_is_refused_without_being_shown(tmp_path: Path, content: 
     with pytest.raises(ConfigError) as caught:
         api_key(path, {})
     assert not content.strip() or content not in str(caught.value)
-    result = RUN.invoke(main, ["status", "--api-key-file", str(path)])
-    assert result.exit_code == 2
+    lockstep("status", "--api-key-file", str(path), code=2)
 
 
 def test_a_missing_file_is_a_wrong_option(tmp_path: Path) -> None:
     for option in ("--api-key-file", "--tls-ca", "--tls-cert", "--tls-key"):
         for command in (["status"], ["generate", "x"]):
-            result = RUN.invoke(main, [*command, option, str(tmp_path / "none")])
-            assert result.exit_code == 2
+            lockstep(*command, option, str(tmp_path / "none"), code=2)
 
 
 def test_the_key_is_not_in_what_a_log_would_show() -> None:
@@ -53,6 +48,4 @@ def test_half_a_certificate_is_an_error(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="cert"):
             tls.credentials()
     (tmp_path / "c").touch()
-    result = RUN.invoke(main, ["status", "--tls-cert", str(tmp_path / "c")])
-    assert result.exit_code == 2
-    assert "cert" in result.output
+    assert "cert" in lockstep("status", "--tls-cert", str(tmp_path / "c"), code=2)

@@ -45,7 +45,7 @@ def test_every_setting_of_a_section_is_a_flag_that_says_what_it_is() -> None:
         assert model is not None
         assert [flag.field for flag in flags if flag.section == section] == list(model.model_fields)
     assert len({flag.name for flag in flags}) == len(flags)
-    assert [flag.name for flag in flags if not flag._help()] == []
+    assert [flag.name for flag in flags if not flag.help()] == []
 
 
 if __name__ == "__main__":

@@ -20,10 +20,8 @@ from cluster.worker import resources
 from replicas import replica as replica_module
 from replicas.memory import MemoryPlan, plan_memory
 from replicas.replica import Replica
+from tests.cluster.cli.command import lockstep
 from tests.replicas.models.test_pair import WORDS, save_model
-
-RUN = CliRunner()
-
 
 FILE = """
 target: planted:tiny?scale=0.65&layers=2
@@ -54,7 +52,7 @@ def plan(*args: str, code: int = 0) -> Any:
 
 
 def plan_of(*args: str, code: int = 0) -> Any:
-    result = RUN.invoke(main, ["plan", "--json", *args])
+    result = CliRunner().invoke(main, ["plan", "--json", *args])
     assert result.exit_code == code, result.output
     return json.loads(result.stdout)
 
@@ -123,17 +121,16 @@ def test_options_override_the_file(tmp_path: Path) -> None:
 
 def test_what_is_wrong_with_a_file_is_named(tmp_path: Path) -> None:
     path = written(tmp_path, "replica: {device: cpu, attention: flex}\n")
-    refused = RUN.invoke(main, ["plan", "--config", path, "--deterministic"])
-    assert refused.exit_code == 2
-    assert "deterministic output needs" in refused.output
+    said = lockstep("plan", "--config", path, "--deterministic", code=2)
+    assert "deterministic output needs" in said
 
 
 def test_a_plan_says_whether_it_is_deterministic() -> None:
     args = ("--dtype", "bfloat16", "--memory", "100MiB")
     given, other = plan(*args, "--deterministic"), plan(*args)
     assert (given["deterministic"], other["deterministic"]) == (True, False)
-    shown = RUN.invoke(main, ["plan", "--device", "cpu", *args, "--deterministic"])
-    assert "bfloat16 on cpu, deterministic" in shown.stdout
+    shown = lockstep("plan", "--device", "cpu", *args, "--deterministic")
+    assert "bfloat16 on cpu, deterministic" in shown
 
 
 def test_a_part_of_a_gpu_is_planned_for_where_replicas_share_one() -> None:
@@ -169,9 +166,8 @@ def test_a_gpu_that_is_not_here_can_be_planned_for() -> None:
 def test_a_gpu_that_is_not_here_needs_its_memory_to_be_given(tmp_path: Path) -> None:
     path = written(tmp_path, "replica: {device: cuda, dtype: bfloat16}\n")
     for args in (["--device", "cuda"], ["--config", path]):
-        refused = RUN.invoke(main, ["plan", *args])
-        assert refused.exit_code == 2
-        assert "torch sees no GPU; --memory plans for one that is not here" in refused.stderr
+        said = lockstep("plan", *args, code=2)
+        assert "torch sees no GPU; --memory plans for one that is not here" in said
     assert plan_of("--config", path, "--memory", "1GiB")["device"] == "cuda"
     kv_alone = written(tmp_path, "replica: {device: cuda, kv_memory_mb: 64}\n")
     assert plan_of("--config", kv_alone)["budget_bytes"] is None
@@ -188,28 +184,19 @@ def test_a_rank_has_its_part_of_the_target_and_of_the_kv_cache() -> None:
     assert 3.6e9 < parts < 3.9e9
     assert 4 * rank["kv"]["block_bytes"] == whole["kv"]["block_bytes"]
     assert rank["sequences"]["8192"] > 8 * whole["sequences"]["8192"]
-    shown = RUN.invoke(main, ["plan", *sizes, *args, "--tensor-parallel", "4"])
-    assert "each of 4 ranks" in shown.stdout
-
-
-def test_a_target_that_so_many_ranks_cannot_share_is_refused() -> None:
-    refused = RUN.invoke(main, ["plan", "--device", "cpu", "--tensor-parallel", "5"])
-    assert refused.exit_code == 2
-    assert "tensor_parallel: num_attention_heads is" in refused.stderr
+    assert "each of 4 ranks" in lockstep("plan", *sizes, *args, "--tensor-parallel", "4")
 
 
 def test_too_little_names_the_least_on_the_terminal_too() -> None:
-    result = RUN.invoke(main, ["plan", "--device", "cpu", "--memory", "30MiB"])
-    assert result.exit_code == 1
-    assert "30 MiB do not hold the weights (28 MiB)" in result.output
-    assert "MiB would, or a smaller context_len" in result.output
+    said = lockstep("plan", "--device", "cpu", "--memory", "30MiB", code=1)
+    assert "30 MiB do not hold the weights (28 MiB)" in said
+    assert "MiB would, or a smaller context_len" in said
 
 
 def test_the_table_shows_what_was_wanted_where_less_fits() -> None:
-    result = RUN.invoke(main, ["plan", "--device", "cpu", "--memory", "80MiB"])
-    assert result.exit_code == 0
-    assert "weights of the target" in result.output
-    assert "Wanted: 32 rows, draft length 8" in result.output
+    said = lockstep("plan", "--device", "cpu", "--memory", "80MiB")
+    assert "weights of the target" in said
+    assert "Wanted: 32 rows, draft length 8" in said
 
 
 @pytest.mark.parametrize(
@@ -220,12 +207,11 @@ def test_the_table_shows_what_was_wanted_where_less_fits() -> None:
         (["--target", "/nowhere"], "/nowhere"),
         (["--config", "/nowhere.yaml"], "/nowhere.yaml"),
         (["--rows", "5000"], "--rows"),
+        (["--tensor-parallel", "5"], "tensor_parallel: num_attention_heads is"),
     ],
 )
 def test_a_wrong_option_is_named(args: list[str], named: str) -> None:
-    result = RUN.invoke(main, ["plan", "--device", "cpu", *args])
-    assert result.exit_code == 2
-    assert named in result.output
+    assert named in lockstep("plan", "--device", "cpu", *args, code=2)
 
 
 def test_sizes_are_for_people() -> None:

@@ -6,23 +6,21 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from typer.testing import CliRunner
 
-from cluster.cli.main import main
+from tests.cluster.cli.command import lockstep
 
-RUN = CliRunner()
 SMALL = ["--requests", "30", "--new-tokens", "5..20", "--prompt-tokens", "30"]
 
 
-def simulated(tmp_path: Path, *args: str) -> dict[str, object]:
+def simulated(tmp_path: Path, *args: str) -> Any:
     path = tmp_path / "out" / "figures.json"
     load = [] if "--trace" in args else SMALL
-    result = RUN.invoke(main, ["simulate", *load, "--json", str(path), *args])
-    assert result.exit_code == 0, result.output
-    return json.loads(path.read_text())  # type: ignore[no-any-return]
+    lockstep("simulate", *load, "--json", str(path), *args)
+    return json.loads(path.read_text())
 
 
 def trace_of(tmp_path: Path, *lines: dict[str, object]) -> Path:
@@ -39,10 +37,9 @@ def test_each_case_has_its_figures(tmp_path: Path) -> None:
         *("--replicas", "2,4", "--shards", "1,2", "--baseline", "eqspec", "--in-flight", "8"),
         *("--per-replica", "--svg", str(picture)),
     )
-    asked = report["simulated"]["options"]  # type: ignore[index]
+    asked = report["simulated"]["options"]
     assert (asked["in_flight"], asked["per_replica"], asked["replicas"]) == (8, True, "2,4")
     cases = report["cases"]
-    assert isinstance(cases, list)
     named = [(case["replicas"], case["shards"], case["rows"]) for case in cases]
     assert named == [
         (replicas, shards, rows)
@@ -81,44 +78,39 @@ def test_a_trace_and_fitted_times_are_taken_as_they_are(tmp_path: Path) -> None:
     )
     times.write_text(json.dumps({**fitted, "verify_fixed_s": 0.5}))
     report = simulated(tmp_path, "--trace", str(trace), "--times", str(times), "--draft-len", "4")
-    (case,) = report["cases"]  # type: ignore[misc]
+    [case] = report["cases"]
     # Four steps of five tokens each.
-    assert case["latency_s"]["p50"] == pytest.approx(2.0, abs=0.02)  # type: ignore[index]
-    assert report["simulated"]["options"]["times"] == str(times)  # type: ignore[index]
-    assert report["simulated"]["scheduler"]["draft_len"] == 4  # type: ignore[index]
+    assert case["latency_s"]["p50"] == pytest.approx(2.0, abs=0.02)
+    assert report["simulated"]["options"]["times"] == str(times)
+    assert report["simulated"]["scheduler"]["draft_len"] == 4
 
 
 def test_a_trace_may_begin_at_any_time(tmp_path: Path) -> None:
     lines = [{"at_s": 1.7e9 + at_s, "prompt_tokens": 10, "new_tokens": 20} for at_s in (0, 1)]
-    report = simulated(tmp_path, "--trace", str(trace_of(tmp_path, *lines)))
-    (case,) = report["cases"]  # type: ignore[misc]
-    assert case["elapsed_s"] == pytest.approx(1.0, abs=0.2)  # type: ignore[index]
-    assert case["tokens_per_s"] == pytest.approx(40 / case["elapsed_s"], rel=1e-3)  # type: ignore[index]
-    over_time = case["over_time"]  # type: ignore[index]
-    assert (over_time[0]["at_s"], over_time[-1]["at_s"]) == (0.0, case["elapsed_s"])  # type: ignore[index]
+    [case] = simulated(tmp_path, "--trace", str(trace_of(tmp_path, *lines)))["cases"]
+    assert case["elapsed_s"] == pytest.approx(1.0, abs=0.2)
+    assert case["tokens_per_s"] == pytest.approx(40 / case["elapsed_s"], rel=1e-3)
+    over_time = case["over_time"]
+    assert (over_time[0]["at_s"], over_time[-1]["at_s"]) == (0.0, case["elapsed_s"])
 
 
 def test_who_is_refused_is_shown(tmp_path: Path) -> None:
     path = tmp_path / "figures.json"
     args = ["simulate", "--in-flight", "4", "--requests", "10", "--new-tokens", "20..65535"]
-    result = RUN.invoke(main, [*args, "--pool-cost", "none", "--json", str(path)])
-    assert result.exit_code == 0, result.output
+    said = lockstep(*args, "--pool-cost", "none", "--json", str(path))
     (case,) = json.loads(path.read_text())["cases"]
     assert 0 < case["refused"] < case["requests"] == case["refused"] + case["finished"]
-    assert re.search(rf"of them refused\W+{case['refused']}\b", result.output)
-    assert "max_new_tokens" in result.output
+    assert re.search(rf"of them refused\W+{case['refused']}\b", said)
+    assert "max_new_tokens" in said
     assert case["refusal"].startswith("max_new_tokens")
-    without = RUN.invoke(main, ["simulate", *SMALL, "--rate", "20"])
-    assert "refused" not in without.output
+    assert "refused" not in lockstep("simulate", *SMALL, "--rate", "20")
 
 
 def test_where_nothing_finished_there_is_a_report_and_an_error(tmp_path: Path) -> None:
     path, picture = tmp_path / "figures.json", tmp_path / "picture.svg"
     args = ["--rate", "10", "--requests", "5", "--prompt-tokens", "40000", "--replicas", "1,2,4"]
     outputs = ["--json", str(path), "--svg", str(picture)]
-    result = RUN.invoke(main, ["simulate", *args, *outputs])
-    assert result.exit_code == 1
-    assert "no request finished" in result.output
+    assert "no request finished" in lockstep("simulate", *args, *outputs, code=1)
     assert [case["refused"] for case in json.loads(path.read_text())["cases"]] == [5, 5, 5]
     ElementTree.parse(picture)
 
@@ -131,9 +123,8 @@ def test_where_nothing_can_be_written_nothing_is_simulated(
     monkeypatch.setattr("cluster.simulate.run", None)
     (tmp_path / "a folder").mkdir()
     (tmp_path / "a file").write_text("as it was")
-    result = RUN.invoke(main, ["simulate", *SMALL, "--rate", "1", option, str(tmp_path / path)])
-    assert result.exit_code == 2
-    assert option in result.output
+    args = ["simulate", *SMALL, "--rate", "1", option, str(tmp_path / path)]
+    assert option in lockstep(*args, code=2)
 
 
 def test_files_are_written_after_the_table_and_only_then(
@@ -146,25 +137,23 @@ def test_files_are_written_after_the_table_and_only_then(
     def fail(*_: object) -> None:
         raise RuntimeError
 
+    args = ["simulate", *SMALL, "--rate", "20"]
     with monkeypatch.context() as patch:
         patch.setattr("cluster.simulate.run", fail)
-        args = ["simulate", *SMALL, "--rate", "20"]
-        result = RUN.invoke(main, [*args, "--json", str(old), "--svg", str(new)])
-    assert isinstance(result.exception, RuntimeError)
+        lockstep(*args, "--json", str(old), "--svg", str(new), code=1)
     assert old.read_text() == "as it was"
     assert not new.exists()
     if full.exists():
-        result = RUN.invoke(main, [*args, "--json", str(full)])
-        assert result.exit_code == 1
-        assert "tokens/s" in result.output
-        assert "--json" in result.output
+        said = lockstep(*args, "--json", str(full), code=1)
+        assert "tokens/s" in said
+        assert "--json" in said
 
 
 def test_lengths_come_from_prompts_by_their_characters(tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(json.dumps({"prompt": "x" * 400}) + "\n")
     report = simulated(tmp_path, "--prompts", str(prompts), "--rate", "20")
-    assert report["simulated"]["options"]["prompts"] == str(prompts)  # type: ignore[index]
+    assert report["simulated"]["options"]["prompts"] == str(prompts)
 
 
 @pytest.mark.parametrize(
@@ -189,9 +178,7 @@ def test_lengths_come_from_prompts_by_their_characters(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_simulated_is_refused_by_name(args: list[str], says: str) -> None:
-    result = RUN.invoke(main, ["simulate", *SMALL, *args])
-    assert result.exit_code == 2
-    assert says in result.output
+    assert says in lockstep("simulate", *SMALL, *args, code=2)
 
 
 @pytest.mark.parametrize(
@@ -206,9 +193,7 @@ def test_what_cannot_be_simulated_is_refused_by_name(args: list[str], says: str)
 )
 def test_what_a_trace_says_is_not_said_again(tmp_path: Path, beside: list[str]) -> None:
     trace = trace_of(tmp_path, {"at_s": 0.0, "prompt_tokens": 10, "new_tokens": 20})
-    result = RUN.invoke(main, ["simulate", "--trace", str(trace), *beside])
-    assert result.exit_code == 2
-    assert beside[0] in result.output
+    assert beside[0] in lockstep("simulate", "--trace", str(trace), *beside, code=2)
 
 
 @pytest.mark.parametrize("option", ["--trace", "--prompts", "--times"])
@@ -219,6 +204,4 @@ def test_a_file_that_cannot_be_read_is_refused_by_its_option(
     path = tmp_path / "file"
     path.write_bytes(content)
     load = [] if option == "--trace" else ["--rate", "1"]
-    result = RUN.invoke(main, ["simulate", *load, option, str(path)])
-    assert result.exit_code == 2
-    assert option in result.output
+    assert option in lockstep("simulate", *load, option, str(path), code=2)

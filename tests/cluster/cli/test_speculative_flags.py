@@ -93,11 +93,6 @@ def test_the_word_none_is_the_method_and_null_the_default(run: Run, tmp_path: Pa
     assert [one.drafting.method for one in used] == ["none", "none", "suffix", "none", "suffix"]
 
 
-def test_a_method_that_needs_nothing_more_may_stand_alone(run: Run) -> None:
-    _, used = run("serve", "tiny", "--speculative-config", "suffix")
-    assert [one.drafting.method for one in used] == ["suffix"]
-
-
 @pytest.mark.parametrize("command", COMMANDS)
 def test_more_tokens_than_are_drafted_by_default_need_one_more_flag(command: str, run: Run) -> None:
     config = json.dumps({"method": "suffix", "num_speculative_tokens": 12})

@@ -259,9 +259,9 @@ def test_the_callers_timeout_bounds_all_attempts(first: Running) -> None:
     first.server.script = Script(perfect(PROMPT_IDS, 5), cuts=[(0, *BREAKS[0])] * 1000)
     policy = RetryPolicy(attempts_max=10_000, backoff_s=0.02, backoff_s_max=0.02)
     calls: list[Callable[[Client], object]] = [
-        lambda client: client.generate(pb.GenerateRequest(prompt=PROMPT), timeout_s=0.4),
-        lambda client: list(client.stream(pb.GenerateRequest(prompt=PROMPT), timeout_s=0.4)),
-        lambda client: read(client, pb.GenerateRequest(prompt=PROMPT, timeout_s=0.4)),
+        lambda client: client.generate(pb.GenerateRequest(prompt=PROMPT), timeout_s=0.15),
+        lambda client: list(client.stream(pb.GenerateRequest(prompt=PROMPT), timeout_s=0.15)),
+        lambda client: read(client, pb.GenerateRequest(prompt=PROMPT, timeout_s=0.15)),
     ]
     for call in calls:
         started_s = time.monotonic()

@@ -40,7 +40,7 @@ class Broken:
     that pauses would make one."""
 
     def __init__(self, error: grpc.RpcError, at_s: float) -> None:
-        self._error, self._at_s = error, at_s
+        self.error, self._at_s = error, at_s
         self._now_s = 0.0
 
     def core(self, policy: RetryPolicy) -> Core:
@@ -48,7 +48,7 @@ class Broken:
 
     async def ask(self, method: Any, request: Any, **options: Any) -> Any:
         self._now_s = self._at_s
-        raise self._error
+        raise self.error
 
     async def read(self, call: Any) -> Any:
         raise NotImplementedError
@@ -156,10 +156,14 @@ def test_attempts_in_a_row_that_fail_slowly_use_up_its_patience(
 def test_what_only_a_server_can_have_done_shows_that_one_was_reached(
     code: StatusCode, lasted_s: float, reached: bool
 ) -> None:
-    core = Broken(error_of(code), lasted_s).core(RetryPolicy())
+    """Then the next call is patient with one that cannot be reached."""
+    broken = Broken(error_of(code), lasted_s)
+    core = broken.core(RetryPolicy(reach_s=0.0))
     with contextlib.suppress(grpc.RpcError, PausedError):
         asyncio.run(core.generate(pb.GenerateRequest(prompt="x")))
-    assert core._reached == reached
+    broken.error = LOST
+    with pytest.raises(PausedError if reached else grpc.RpcError):
+        asyncio.run(core.generate(pb.GenerateRequest(prompt="x")))
 
 
 def test_overload_is_asked_again_only_by_batch_and_not_before_its_time() -> None:
@@ -167,10 +171,17 @@ def test_overload_is_asked_again_only_by_batch_and_not_before_its_time() -> None
     assert Attempts(RetryPolicy(), 0.0).pause_s(full, 0.0, reached=True) is None
     patient = RetryPolicy(overloaded=True, backoff_s=0.1)
     pause_s = Attempts(patient, 0.0).pause_s(full, 0.0, reached=True)
-    assert pause_s is not None
     assert 3.5 < pause_s <= 3.6
-    bounded = Attempts(patient, 0.0, (3.0,))
-    assert bounded.pause_s(full, 0.0, reached=True) is None
+
+
+def test_a_servers_own_pause_is_not_cut_short() -> None:
+    full = error_of(StatusCode.RESOURCE_EXHAUSTED, (("retry-after", "3.5"),))
+    patient = RetryPolicy(overloaded=True, backoff_s=1.0)
+    in_time = Attempts(patient, 0.0, (5.0,)).pause_s(full, 0.0, reached=True)
+    assert 3.5 < in_time < 5.0
+    late = Attempts(patient, 0.0, (5.0,))
+    assert late.pause_s(full, 1.6, reached=True) is None
+    assert not late.is_over(1.6)
 
 
 @pytest.mark.parametrize(
@@ -227,14 +238,3 @@ def test_a_call_uses_its_own_time_to_its_end(draw: float) -> None:
             now_s += pause_s
         assert attempts.is_over(now_s)
         assert 4.99 <= now_s < 5.0
-
-
-def test_a_servers_own_pause_is_not_cut_short() -> None:
-    full = error_of(StatusCode.RESOURCE_EXHAUSTED, (("retry-after", "3.5"),))
-    patient = RetryPolicy(overloaded=True, backoff_s=1.0)
-    in_time = Attempts(patient, 0.0, (5.0,)).pause_s(full, 0.0, reached=True)
-    assert in_time is not None
-    assert 3.5 < in_time < 5.0
-    late = Attempts(patient, 0.0, (5.0,))
-    assert late.pause_s(full, 1.6, reached=True) is None
-    assert not late.is_over(1.6)

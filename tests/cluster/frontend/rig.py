@@ -14,12 +14,13 @@ from cluster.config_sources import from_args
 from cluster.frontend.grpc_api.api import GrpcApi
 from cluster.frontend.service import FrontendService
 from cluster.frontend.target_text import TargetText
+from cluster.metrics import FrontendMeter, Sink
 from cluster.pool.session import PoolSession
 from cluster.worker.worker import HostedReplica, Worker
 from protos import lockstep_pb2 as pb
 from replicas.config import ReplicaConfig
 from tests.cluster.fakes import FakeReplica, load_fake_text, tokenizer
-from tests.cluster.wire import Wire, kill, until
+from tests.cluster.wire import Wire, until
 
 CONFIG = from_args({"pool": {"gather_ms": 2}, "frontend": {"coalesce_ms": 1, "chunks_per_s": 1e6}})
 PROMPT = "the quick"
@@ -61,13 +62,15 @@ async def frontend(
     text: TargetText | None = None,
     bound_s: float = 100.0,
     clock: Callable[[], float] = time.monotonic,
+    sink: Sink = lambda _name, _value, _tags: None,
 ) -> AsyncIterator[GrpcApi]:
-    """`load` and `text`: of a real replica, in place of the fake ones; `clock`: the pool's."""
+    """`load` and `text`: of a real replica, in place of the fake ones; `clock`: the pool's; `sink`
+    takes what the frontend counts."""
     pool = Wire(config, clock=clock)
     load = load or (lambda: FakeReplica(step_s))
     runners = [Worker(config, load, [pool], f"r{n}") for n in range(replicas)]
     text = text or load_fake_text(ReplicaConfig())
-    made = GrpcApi(FrontendService(config, [pool], text, "frontend"))
+    made = GrpcApi(FrontendService(config, [pool], text, "frontend", FrontendMeter(sink)))
     async with asyncio.timeout(bound_s):
         for runner in runners:
             await runner.start()
@@ -76,7 +79,7 @@ async def frontend(
         yield made
         await made.close()
         for runner in runners:
-            kill(runner)
+            runner.end()
         pool.close()
 
 
@@ -88,19 +91,19 @@ async def stream(
 
 def pool_of(made: GrpcApi) -> Wire:
     """The one that `frontend` has made."""
-    [pool] = made.service._router._pools
+    [pool] = made.service.router.pools
     assert isinstance(pool, Wire)
     return pool
 
 
 def unfinished(service: FrontendService) -> int:
     """Sequences whose end the frontend has not told yet."""
-    return service._router.unfinished
+    return service.router.unfinished
 
 
 def session_of(made: GrpcApi) -> PoolSession:
     """The only one."""
-    [session] = made.service._router.sessions
+    [session] = made.service.router.sessions
     return session
 
 

@@ -18,13 +18,14 @@ from cluster.frontend.status_codes import CODES
 from cluster.frontend.text import TextStream
 from cluster.pool.in_flight import InFlightRequest
 from protos import lockstep_pb2 as pb
-from scheduler.messages import Finish, FinishReason, Reject, RejectCode
+from scheduler.messages import Emit, Finish, FinishReason, Reject, RejectCode
 from tests.cluster.fakes import tokenizer
 from tests.cluster.frontend.rig import (
     PROMPT,
     PROMPT_IDS,
     Context,
     frontend,
+    pool_of,
     session_of,
     stream,
     unfinished,
@@ -37,14 +38,17 @@ UNENDED = [FinishReason.DEADLINE, FinishReason.FAILED, FinishReason.CANCELLED]
 
 
 async def asked(made: GrpcApi) -> InFlightRequest:
-    """The one request that the frontend has."""
-    lives = session_of(made)._live
-    await until(lambda: len(lives) == 1)
-    return next(iter(lives.values()))
+    """The one request that the frontend has sent to the pool."""
+    await until(lambda: [live.sent for live in session_of(made).unfinished] == [True])
+    return next(iter(session_of(made).unfinished))
+
+
+def brings(made: GrpcApi, live: InFlightRequest, tokens: list[int]) -> None:
+    pool_of(made).say(Emit(live.pool_id, len(live.tokens), tuple(tokens)))
 
 
 def ends(made: GrpcApi, live: InFlightRequest, reason: FinishReason) -> None:
-    session_of(made)._take(Finish(live.pool_id, reason))
+    pool_of(made).say(Finish(live.pool_id, reason))
 
 
 async def streamed(
@@ -54,8 +58,7 @@ async def streamed(
     context = Context()
     call = asyncio.ensure_future(stream(made, request, context))
     live = await asked(made)
-    live.tokens.extend(tokens)
-    live.changed.set()
+    brings(made, live, tokens)
     ends(made, live, reason)
     chunks = await call
     assert chunks[-1].HasField("end")
@@ -106,18 +109,7 @@ def finished(reason: FinishReason) -> End:
 
 
 def refused(code: RejectCode) -> End:
-    def refuse(made: GrpcApi, live: InFlightRequest, _call: object) -> None:
-        session_of(made)._live.pop(live.pool_id)
-        live.reject = Reject(live.pool_id, code, "prompt", "no")
-        live.end()
-
-    return refuse
-
-
-def stops(_made: object, live: InFlightRequest, _call: object) -> None:
-    """The pool knows it as what the frontend has cancelled."""
-    live.tokens.extend(TOKENS)
-    live.changed.set()
+    return lambda made, live, _call: pool_of(made).say(Reject(live.pool_id, code, "prompt", "no"))
 
 
 ENDS: list[tuple[End, str]] = [
@@ -126,8 +118,9 @@ ENDS: list[tuple[End, str]] = [
     (finished(FinishReason.DEADLINE), "DEADLINE_EXCEEDED"),
     (finished(FinishReason.FAILED), "INTERNAL"),
     *((refused(code), CODES[code].name) for code in RejectCode),
-    (lambda made, _live, _call: session_of(made)._give_up(), "UNAVAILABLE"),
-    (stops, "OK"),
+    (lambda made, _live, _call: session_of(made).cut_off(), "UNAVAILABLE"),
+    # The pool knows it as what the frontend has cancelled.
+    (lambda made, live, _call: brings(made, live, TOKENS), "OK"),
     (lambda _made, _live, call: call.cancel(), "CANCELLED"),
 ]
 
@@ -144,8 +137,7 @@ async def test_an_end_counts_with_the_status_that_the_client_got(
         if name == "lockstep_request_seconds":
             counted.append(tags["status"])
 
-    async with frontend(replicas=0) as made:
-        made.service._meter._sink = sink
+    async with frontend(replicas=0, sink=sink) as made:
         context = Context()
         request = pb.GenerateRequest(prompt=PROMPT, max_new_tokens=len(TOKENS), stop=["says"])
         asking = stream(made, request, context) if streaming else made.Generate(request, context)
@@ -194,9 +186,7 @@ async def test_many_tokens_become_text_with_others_turns_between(
         )
         task = asyncio.ensure_future(made.Generate(request, Context()))
         if given == "at once":
-            live = await asked(made)
-            live.tokens.extend(tokens)
-            live.changed.set()
+            brings(made, await asked(made), tokens)
         # Committed tokens with a stop string in them end before the pool has been asked.
         if not stop:
             ends(made, await asked(made), FinishReason.LENGTH)

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, strategies as st
 from tokenizers import Tokenizer, decoders, models
 
-from cluster.frontend.text import _HELD_MAX, Detokenizer, StopStrings, TextStream
+from cluster.frontend.text import HELD_MAX, Detokenizer, StopStrings, TextStream
 from tests.cluster.fakes import VOCAB, tokenizer
 
 TOKENS = st.lists(st.integers(2, VOCAB - 1), max_size=40)
@@ -76,7 +76,7 @@ def byte_names() -> list[str]:
 RUNS = st.lists(
     st.tuples(
         st.sampled_from([0x80, 0xE4, 0xB8, 0xAD, 0xF0, 0x9F, 0xA6, 0x8A, 0xC3, 0xFF, 0x61]),
-        st.one_of(st.integers(1, 4), st.integers(1, _HELD_MAX + 9)),
+        st.one_of(st.integers(1, 4), st.integers(1, HELD_MAX + 9)),
     ),
     max_size=6,
 )
@@ -169,8 +169,8 @@ def test_no_token_makes_those_after_it_dearer(kind: str) -> None:
         most = max(most, counting.decoded - before)
     before = counting.decoded
     detokenizer.flush()
-    assert max(most, counting.decoded - before) <= 4 * _HELD_MAX
-    assert counting.decoded <= 5000 * _HELD_MAX
+    assert max(most, counting.decoded - before) <= 4 * HELD_MAX
+    assert counting.decoded <= 5000 * HELD_MAX
 
 
 def byte_fallback_tokenizer() -> Tokenizer:
@@ -228,7 +228,7 @@ def test_a_bad_byte_changes_nothing_that_was_given_out() -> None:
     assert pieces(tokens, [A]) == ["", "", "\u4e2d", "", "\ufffd"]
 
 
-@pytest.mark.parametrize("count", [1, _HELD_MAX - 1, _HELD_MAX, _HELD_MAX + 1, 1000])
+@pytest.mark.parametrize("count", [1, HELD_MAX - 1, HELD_MAX, HELD_MAX + 1, 1000])
 def test_a_run_of_bad_byte_tokens_is_as_many_replacement_characters(count: int) -> None:
     given_out = pieces([A, *[byte(0x80)] * count, A], [A])
     assert "".join(given_out) == "a" + "\ufffd" * count + "a"
@@ -238,7 +238,7 @@ def test_a_run_of_bad_byte_tokens_is_as_many_replacement_characters(count: int) 
 
 def test_good_bytes_that_a_bad_one_spoiled_are_text_again_at_last() -> None:
     given_out = pieces([byte(0x80), *[byte(0x0A)] * 200, A], [])
-    assert "".join(given_out) == "\ufffd" * _HELD_MAX + "\n" * (201 - _HELD_MAX) + "a"
+    assert "".join(given_out) == "\ufffd" * HELD_MAX + "\n" * (201 - HELD_MAX) + "a"
 
 
 @given(tokens=FALLBACK_TOKENS, prompt=FALLBACK_TOKENS)

@@ -19,8 +19,8 @@ from cluster.frontend.http_api.app import http_app
 from cluster.frontend.target_text import TargetText
 from protos import lockstep_pb2 as pb
 from replicas import decoding
-from replicas.config import ReplicaConfig
-from tests.cluster.fakes import CONTEXT, VOCAB, load_fake_text
+from tests.cluster.fakes import CONTEXT, VOCAB
+from tests.cluster.frontend.http_api.test_http import http_frontend
 from tests.cluster.frontend.http_api.test_openai import post
 from tests.cluster.frontend.http_api.test_tokens_api import post as post_tokens
 from tests.cluster.frontend.rig import PROMPT, PROMPT_IDS, Context, frontend
@@ -85,9 +85,9 @@ async def test_no_request_waits_for_the_names(monkeypatch: pytest.MonkeyPatch) -
             super().__init__(*args)
 
     monkeypatch.setattr(decoding, "Grammars", Grammars)
-    async with frontend(text=load_fake_text(ReplicaConfig())) as made:
+    async with http_frontend() as app:
         assert len(made_of) == 1
         fields = {"prompt": PROMPT, "echo": True, "logprobs": 1, "max_tokens": 1}
-        answer = await post(http_app(made.service), "completions", **fields)
+        answer = await post(app, "completions", **fields)
         assert len(answer.json["choices"][0]["logprobs"]["tokens"]) >= len(PROMPT_IDS)
         assert len(made_of) == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -20,7 +21,7 @@ from cluster.transport.stream import Stream, StreamKind
 from cluster.worker.worker import Worker
 from scheduler.messages import FinishReason, Request
 from tests.cluster.fakes import FakeReplica, perfect
-from tests.cluster.wire import Wire, kill, until
+from tests.cluster.wire import Wire, until
 
 CONFIG = from_args(
     {
@@ -40,11 +41,14 @@ class Stuck(FakeReplica):
 
     def __init__(self) -> None:
         super().__init__()
-        self.let_go = threading.Event()
+        self.begun, self.let_go, self.ended = (threading.Event() for _ in range(3))
 
     def step(self, batch: Any, *rest: Any) -> Any:
+        self.begun.set()
         self.let_go.wait(120)
-        return super().step(batch, *rest)
+        result = super().step(batch, *rest)
+        self.ended.set()
+        return result
 
 
 class Cluster:
@@ -57,6 +61,7 @@ class Cluster:
         loss: float,
         seed: int,
         unreachable_s: float,
+        move_s: float,
         **options: Any,
     ) -> None:
         self.config = config
@@ -66,7 +71,7 @@ class Cluster:
             NAMES[:shards],
             "frontend",
             config.pool.beat_s,
-            MOVE_S,
+            move_s,
             unreachable_s,
         )
         self.workers: list[Worker] = []
@@ -81,11 +86,16 @@ class Cluster:
         return self.router.sessions[0]
 
     async def add_replica(
-        self, shard: int = 0, fake: FakeReplica | None = None, step_s: float = 0.002, **options: Any
+        self,
+        shard: int = 0,
+        fake: FakeReplica | None = None,
+        step_s: float = 0.002,
+        clock: Callable[[], float] = time.monotonic,
+        **options: Any,
     ) -> Worker:
         hosted = fake or FakeReplica(step_s, **options)
         name = f"replica{len(self.workers)}"
-        worker = Worker(self.config, lambda: hosted, self.wires, name, process=hosted, shard=shard)
+        worker = Worker(self.config, lambda: hosted, self.wires, name, hosted, shard, clock)
         await worker.start()
         self.fakes.append(hosted)
         self.workers.append(worker)
@@ -117,16 +127,18 @@ async def shards(
     loss: float = 0.0,
     seed: int = 0,
     unreachable_s: float = 1000.0,
+    move_s: float = MOVE_S,
+    step_s: float = 0.002,
     **options: Any,
 ) -> AsyncIterator[Cluster]:
-    """With so many replicas in each shard."""
-    made = Cluster(len(replicas), config, loss, seed, unreachable_s, **options)
+    """With so many replicas in each shard, whose steps take so long."""
+    made = Cluster(len(replicas), config, loss, seed, unreachable_s, move_s, **options)
     made.router.start()
     try:
         async with asyncio.timeout(100):
             for shard, count in enumerate(replicas):
                 for _ in range(count):
-                    await made.add_replica(shard)
+                    await made.add_replica(shard, step_s=step_s)
             if any(replicas):
                 await made.until_serving(*replicas)
             yield made
@@ -135,7 +147,7 @@ async def shards(
             wire.loss = 0.0
         await made.router.close()
         for worker in made.workers:
-            kill(worker)
+            worker.end()
         for wire in made.wires:
             wire.close()
 

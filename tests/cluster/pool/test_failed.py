@@ -58,7 +58,6 @@ async def test_a_request_that_ends_the_pool_fails_alone_after_three_times(
         guilty = made.submit([5, POISON, 6], 40)
         for live in (*lives, guilty):
             await live.ended.wait()
-        assert guilty.finish is not None
         assert guilty.finish.reason is FinishReason.FAILED
         for prompt, live in zip(asked, lives, strict=True):
             assert live.tokens == perfect(prompt, 40)

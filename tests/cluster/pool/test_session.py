@@ -7,6 +7,7 @@ Pool actor, workers and session run in one event loop, without Ray.
 from __future__ import annotations
 
 import asyncio
+import threading
 
 import pytest
 
@@ -17,7 +18,7 @@ from cluster.pool.protocol import FRONTEND
 from scheduler.messages import FinishReason
 from tests.cluster.fakes import Clock, FakeReplica
 from tests.cluster.pool.rig import CONFIG, check, half_dead, prompts, shards
-from tests.cluster.wire import Wire, kill, until
+from tests.cluster.wire import Wire, until
 
 
 @pytest.mark.parametrize(("loss", "seed"), [(0.0, 0), *((0.05, seed) for seed in range(4))])
@@ -33,8 +34,7 @@ async def test_lost_calls_and_replies_change_no_token(loss: float, seed: int) ->
 
 
 async def test_a_restarted_pool_is_told_everything_again() -> None:
-    async with shards(0) as w:
-        await w.add_replica(step_s=0.01)
+    async with shards(1, step_s=0.01) as w:
         requests = [w.submit(prompt, 200) for prompt in prompts(6)]
         for _ in range(2):
             await until(lambda: all(len(live.tokens) > 5 for live in requests))
@@ -47,8 +47,7 @@ async def test_a_restarted_pool_is_told_everything_again() -> None:
 @pytest.mark.parametrize("lost", ["stream", "lease"])
 async def test_a_session_that_is_given_up_is_ended_and_its_requests_go_on(lost: str) -> None:
     """The pool lives on; only the session is over, with its stream or by its lease."""
-    async with shards(0) as w:
-        await w.add_replica(step_s=0.01)
+    async with shards(1, step_s=0.01) as w:
         requests = [w.submit(prompt, 120) for prompt in prompts(6)]
         await until(lambda: all(len(live.tokens) > 20 for live in requests))
         if lost == "stream":
@@ -60,7 +59,6 @@ async def test_a_session_that_is_given_up_is_ended_and_its_requests_go_on(lost: 
         w.wire.flows.set()
         await check(requests + later)
         for live in requests:
-            assert live.finish is not None
             assert (live.recovered, live.finish.usage.recovered) == (1, 1)
             assert live.finish.usage.completion_tokens == 120
         assert len(w.wire.frontends) == 1
@@ -70,13 +68,12 @@ async def test_a_restarted_pool_refuses_nothing_that_was_accepted_before() -> No
     config = CONFIG.model_copy(
         update={"scheduler": CONFIG.scheduler.model_copy(update={"waiting_requests_max": 2})}
     )
-    async with shards(0, config=config) as w:
-        first = await w.add_replica(step_s=0.01)
+    async with shards(1, config=config, step_s=0.01) as w:
         requests: list[InFlightRequest] = []
         for prompt in prompts(6):
             requests.append(w.submit(prompt, 300))
             await until(lambda: bool(requests[-1].tokens))
-        kill(first)
+        w.workers[0].end()
         w.wire.restart()
         await until(lambda: w.wire.snapshot.waiting == 6)
         await w.add_replica()
@@ -88,7 +85,7 @@ async def test_what_was_accepted_waits_for_a_replica_that_holds_it_before_its_fi
         large = await w.add_replica(prefill_s=2.0)
         live = w.submit([5, 6], 300)
         await until(lambda: live.checked)
-        kill(large)
+        large.end()
         w.wire.restart()
         # By this one alone it would be refused.
         await w.add_replica(kv_blocks=4)
@@ -160,29 +157,28 @@ async def test_a_loss_counts_against_requests_if_the_process_is_dead_or_stuck(
 
 
 async def test_a_long_batch_keeps_its_lease() -> None:
-    async with shards(0) as w:
-        await w.add_replica(step_s=0.8)
-        requests = [w.submit(prompt, 2) for prompt in prompts(6)]
+    async with shards(1, step_s=0.8) as w:
+        requests = [w.submit(prompt, 1) for prompt in prompts(4)]
         await check(requests)
         assert all(live.finish.usage.recovered == 0 for live in requests)  # type: ignore[union-attr]
 
 
 async def test_a_draining_replica_hands_its_residents_over() -> None:
     async with shards(0) as w:
+        before = set(threading.enumerate())
         going = await w.add_replica(step_s=0.01)
+        [thread] = set(threading.enumerate()) - before
         requests = [w.submit(prompt, 60) for prompt in prompts(6)]
         await until(lambda: all(live.tokens for live in requests))
         await w.add_replica()
         await going.close()
         assert going.replica_id not in w.wire.replicas
-        await asyncio.to_thread(going._thread.join, 5)
-        assert not going._thread.is_alive()
+        await until(lambda: not thread.is_alive())
         await check(requests)
 
 
 async def test_a_session_that_is_closed_has_ended_in_the_pool_too() -> None:
-    async with shards(0) as w:
-        await w.add_replica(step_s=0.01)
+    async with shards(1, step_s=0.01) as w:
         w.submit([3, 4], 400)
         await until(lambda: w.reserved_blocks() > 0)
         await w.session.close()
@@ -198,7 +194,6 @@ async def test_a_pool_that_only_says_it_lives_is_asked_with_pauses_and_deadlines
         calls = half_dead(w.wire)
         live = w.submit([5, 6], 10, timeout_s=0.2)
         await live.ended.wait()
-        assert live.finish is not None
         assert live.finish.reason is FinishReason.DEADLINE
         assert calls() > 1
         w.session.check()

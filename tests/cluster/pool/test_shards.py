@@ -14,7 +14,7 @@ from cluster.config_sources import from_args
 from cluster.frontend.grpc_api.status import to_status
 from cluster.pool import shard_router
 from cluster.pool.in_flight import InFlightRequest
-from cluster.pool.protocol import PoolUnreachable, PoolView
+from cluster.pool.protocol import PoolView
 from scheduler.errors import InvalidRequest
 from scheduler.messages import FinishReason, Request
 from tests.cluster.fakes import FakeReplica
@@ -30,7 +30,7 @@ from tests.cluster.pool.rig import (
     half_dead,
     shards,
 )
-from tests.cluster.wire import Wire, kill, until
+from tests.cluster.wire import Wire, until
 
 
 async def test_requests_are_shared_by_replicas_and_answered_right() -> None:
@@ -57,9 +57,8 @@ async def test_a_request_on_its_way_counts_before_the_pool_says_so() -> None:
         short = [s.submit(prompt, 20) for prompt in PROMPTS[1:11]]
         assert before == [0, 0]
         assert {live.shard for live in short} == {1 - long.shard}
-        for live in (long, *short):
-            await live.ended.wait()
-        assert [session._load.unconfirmed_tokens for session in s.router.sessions] == [0, 0]
+        await check([long, *short])
+        await until(lambda: not any(one.load.outstanding_tokens for one in s.router.sessions))
 
 
 async def test_requests_leave_a_shard_that_has_lost_its_replica() -> None:
@@ -67,7 +66,7 @@ async def test_requests_leave_a_shard_that_has_lost_its_replica() -> None:
         lives = [s.submit(prompt, 200) for prompt in PROMPTS]
         left = [live for live in lives if live.shard == 0]
         await until(lambda: any(live.tokens for live in left))
-        kill(s.workers[0])
+        s.workers[0].end()
         await check(lives)
         assert {live.shard for live in lives} == {1}
         assert any(live.tokens and live.recovered for live in left)
@@ -112,11 +111,15 @@ async def test_a_replica_that_is_on_its_way_elsewhere_can_be_closed() -> None:
         await check(lives)
 
 
-async def test_requests_leave_a_pool_that_is_gone_for_good() -> None:
+@pytest.mark.parametrize("says_it_lives", [False, True])
+async def test_requests_leave_a_pool_that_does_not_answer(says_it_lives: bool) -> None:
     async with shards(1, 1) as s:
         lives = [s.submit(prompt, 150) for prompt in PROMPTS]
         await asyncio.sleep(0.05)
-        s.wires[0].loss = 1.0
+        if says_it_lives:
+            half_dead(s.wires[0])
+        else:
+            s.wires[0].loss = 1.0
         await until(lambda: not s.router.sessions[0].load.answers)
         # New ones go past it at once, before anybody has given it up.
         assert {live.shard for live in lives} == {0, 1}
@@ -125,37 +128,22 @@ async def test_requests_leave_a_pool_that_is_gone_for_good() -> None:
         await check(lives)
         await check([new])
         assert {live.shard for live in lives} == {1}
-        with pytest.raises(PoolUnreachable):
-            await s.wires[0].status()
-        view = await s.router.status()
-        assert len(view.status.replicas) == 1
-        assert ([shard.name for shard in view.shards], view.silent) == (["shard-b"], NAMES[:1])
-
-
-async def test_requests_leave_a_pool_that_only_says_it_lives() -> None:
-    async with shards(1, 1) as s:
-        lives = [s.submit(prompt, 150) for prompt in PROMPTS]
-        assert {live.shard for live in lives} == {0, 1}
-        half_dead(s.wires[0])
-        await check(lives)
-        assert {live.shard for live in lives} == {1}
         s.router.check()
+        view = await s.router.status()
+        assert view.silent == (() if says_it_lives else NAMES[:1])
+        assert len(view.shards) == 2 - len(view.silent)
 
 
 async def test_a_cancel_finds_its_request_after_a_move() -> None:
-    async with shards(0, 0) as s:
-        for shard in (0, 1):
-            # None ends before it is cancelled.
-            await s.add_replica(shard, FakeReplica(step_s=0.1))
-        await s.until_serving(1, 1)
+    # None ends before it is cancelled.
+    async with shards(1, 1, step_s=0.1) as s:
         lives = [s.submit(prompt, 400) for prompt in PROMPTS]
-        kill(s.workers[0])
+        s.workers[0].end()
         await until(lambda: {live.shard for live in lives} == {1})
         for live in lives:
             s.router.cancel(live)
         for live in lives:
             await live.ended.wait()
-            assert live.finish is not None
             assert live.finish.reason is FinishReason.CANCELLED
         assert s.live()[1] == 0
 
@@ -199,6 +187,7 @@ async def test_deaths_of_replicas_are_counted_over_all_shards() -> None:
     """A request that kills a replica of this shard, of that one and of this one again has done so
     as often as one may."""
     stuck: list[Stuck] = []
+    dead: list[FakeReplica] = []
 
     async def add_replica(s: Cluster, shard: int) -> None:
         stuck.append(Stuck())
@@ -208,12 +197,13 @@ async def test_deaths_of_replicas_are_counted_over_all_shards() -> None:
         """The only replica of the shard that holds the request dies, in a batch with it."""
         wire = s.wires[live.shard]
         await until(lambda: any(one.batches_in_flight for one in wire.snapshot.replicas))
-        [replica_id] = wire.replicas
-        [runner] = [one for one in s.workers if one.replica_id == replica_id]
-        kill(runner)
-        wire.actor._lose_worker(replica_id, "has died", by_batch=True)
+        dead.append(s.fakes[-1])
+        s.workers[-1].end()
 
-    async with shards(0, 0) as s:
+    async def lives(process: FakeReplica) -> bool:
+        return process not in dead
+
+    async with shards(0, 0, probe=lives) as s:
         await add_replica(s, 0)
         await s.until_serving(1, 0)
         deadly = s.submit(PROMPTS[0], 40)
@@ -225,7 +215,6 @@ async def test_deaths_of_replicas_are_counted_over_all_shards() -> None:
             assert deadly.record.deaths == deaths
         await kill_holder(s, deadly)
         await deadly.ended.wait()
-        assert deadly.finish is not None
         assert deadly.finish.reason is FinishReason.FAILED
         assert deadly.tokens == []
         # A request that has killed nothing is served by the next one.

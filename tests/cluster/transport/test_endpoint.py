@@ -79,12 +79,17 @@ async def echoed(stream: Stream, *messages: Any) -> list[Any]:
     """What comes back, of messages that were sent in frames of their own."""
     for message in messages:
         stream.send(message)
-    came: list[Any] = []
+    return await came(stream, len(messages))
+
+
+async def came(stream: Stream, count: int) -> list[Any]:
+    """So many messages."""
+    got: list[Any] = []
     async for frame in stream.frames():
-        came += frame
-        if len(came) >= len(messages):
+        got += frame
+        if len(got) >= count:
             break
-    return came
+    return got
 
 
 # --------------------------------------------------------------------------- messages
@@ -100,10 +105,7 @@ async def test_messages_of_any_size_arrive_whole_and_in_order(size: int) -> None
 async def test_last_words_arrive() -> None:
     async with served() as s:
         stream = await s.caller(LAST)
-        came = [
-            len(words) for frame in [frame async for frame in stream.frames()] for words in frame
-        ]
-        assert came == [0, 1 << 20, 2 << 20]
+        assert [len(words) for words in await came(stream, 4)] == [0, 1 << 20, 2 << 20]
 
 
 async def test_what_is_sent_together_arrives_together() -> None:
@@ -118,12 +120,7 @@ async def test_what_is_too_large_for_one_frame_arrives_in_order() -> None:
         stream = await s.caller()
         sent = [bytes([n]) * (FRAME_BYTES_MAX // 3) for n in range(4)]
         stream.send(*sent)
-        came: list[Any] = []
-        async for frame in stream.frames():
-            came += frame
-            if len(came) == len(sent):
-                break
-        assert came == sent
+        assert await came(stream, len(sent)) == sent
 
 
 @pytest.mark.parametrize("value", [object(), 1 << 70, "\ud800", bytes(FRAME_BYTES_MAX)])
@@ -239,7 +236,10 @@ async def test_who_answers_without_the_right_certificate_is_told_nothing(tmp_pat
         await other.server.close()
 
 
-async def test_garbage_is_hung_up_on_with_or_without_a_certificate() -> None:
+async def test_garbage_is_hung_up_on_with_or_without_a_certificate(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(endpoint_module, "_HANDSHAKE_S", 0.5)
     async with served() as s:
         endpoint = await s.endpoint()
         for garbage in (b"\0" * 4096, b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\x40\x00" * 99):

@@ -7,7 +7,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
@@ -15,9 +14,9 @@ from typing import Any
 import pytest
 
 from cluster.worker.worker import ReplicaUnhealthy, Worker
-from scheduler.messages import BatchKind, Release
-from tests.cluster.fakes import FakeReplica, perfect
-from tests.cluster.pool.rig import CONFIG, Cluster, Stuck, check, shards
+from scheduler.messages import BatchKind
+from tests.cluster.fakes import ClockAhead, FakeReplica, perfect
+from tests.cluster.pool.rig import CONFIG, Stuck, check, shards
 from tests.cluster.wire import Wire, until
 
 
@@ -100,14 +99,10 @@ class Breaking(FakeReplica):
         super().__init__()
         self.at = at
         self.begun = 0
-        self.worker: Worker | None = None
 
     def step(self, batch: Any, *rest: Any) -> Any:
         self.begun += 1
         if self.begun >= self.at:
-            assert self.worker is not None
-            # What the pool has said meanwhile is behind the batch.
-            self.worker._jobs.put(Release("", ("somebody",)))
             self.broken = RuntimeError("rank 1 has ended")
             raise self.broken
         return super().step(batch, *rest)
@@ -118,88 +113,71 @@ class Breaking(FakeReplica):
         super().release(sequence_ids)
 
 
-async def add_breaking(w: Cluster, at: int) -> tuple[Breaking, list[bool]]:
-    """The replica, and of each time that it leaves whether a batch may be the reason."""
-    fake = Breaking(at)
-    fake.worker = await w.add_replica(fake=fake)
-    await until(lambda: bool(w.wire.replicas))
-    left: list[bool] = []
-    lose = w.wire.actor._lose_worker
-
-    def noting(replica_id: str, why: str, by_batch: bool) -> None:
-        left.append(by_batch)
-        lose(replica_id, why, by_batch)
-
-    w.wire.actor._lose_worker = noting  # type: ignore[method-assign]
-    return fake, left
-
-
 async def test_a_replica_that_breaks_in_a_batch_leaves_at_once_with_all_it_holds() -> None:
     async with shards(0) as w:
-        fake, left = await add_breaking(w, at=3)
-        worker = fake.worker
-        assert worker is not None
-        live = [w.submit([7, n], 40) for n in range(4)]
+        fake = Breaking(at=3)
+        worker = await w.add_replica(fake=fake)
+        lives = [w.submit([7, n], 40) for n in range(4)]
         assert (await ended(worker, "it is broken: rank 1 has ended")).by_batch
         await until(lambda: not w.wire.replicas)
         assert fake.begun == 3, "no batch was tried on what is broken"
-        assert left == [True]
         await w.add_replica()
-        await check(live)
+        await check(lives)
+        assert any(live.record.deaths for live in lives)
 
 
 async def test_a_replica_that_breaks_with_nothing_to_do_leaves_by_no_batch() -> None:
     async with shards(0) as w:
-        fake, left = await add_breaking(w, at=1000)
-        worker = fake.worker
-        assert worker is not None
+        fake = Breaking(at=1000)
+        worker = await w.add_replica(fake=fake)
         worker.check()
         fake.broken = RuntimeError("rank 1 has ended")
         await until(lambda: not w.wire.replicas)
         assert not (await ended(worker, "it is broken: rank 1 has ended")).by_batch
-        assert left == [False]
         assert fake.begun == 0
 
 
 async def test_a_replica_that_breaks_while_it_drains_delays_no_request() -> None:
     async with shards(0) as w:
-        fake, left = await add_breaking(w, at=3)
-        worker = fake.worker
-        assert worker is not None
+        fake = Breaking(at=3)
+        worker = await w.add_replica(fake=fake)
         begins = fake.step
-        held = threading.Event()
+        held, drains = threading.Event(), threading.Event()
 
         def step(batch: Any, *rest: Any) -> Any:
-            while fake.begun == 2 and not worker._draining:
+            if fake.begun == 2:
                 held.set()
-                time.sleep(0.001)
+                drains.wait(100)
             return begins(batch, *rest)
 
         fake.step = step  # type: ignore[method-assign]
         live = w.submit([7, 8], 400)
         await until(held.is_set)
         async with asyncio.timeout(CONFIG.actors.drain_s / 2):
-            await worker.close()
-        assert left[0], "the batch in hand broke it"
+            closing = asyncio.ensure_future(worker.close())
+            await asyncio.sleep(0)
+            drains.set()
+            await closing
         await w.add_replica()
         await check([live])
+        assert live.record.deaths == 1, "the batch in hand broke it"
 
 
 async def test_a_hanging_replica_leaves_the_pool_and_stays_away() -> None:
     async with shards(0) as w:
-        fake = Stuck()
-        worker = await w.add_replica(fake=fake)
+        fake, clock = Stuck(), ClockAhead()
+        worker = await w.add_replica(fake=fake, clock=clock)
         live = w.submit([7, 8], 10)
-        await until(lambda: worker._batch_began_s is not None)
+        await until(fake.begun.is_set)
         worker.check()
-        worker._batch_s_max = 0.3
+        clock.ahead_s = CONFIG.actors.batch_s_max
         await until(lambda: not w.wire.replicas)
         with pytest.raises(ReplicaUnhealthy, match="runs for over"):
             worker.check()
         await w.add_replica()
         await check([live])
         fake.let_go.set()
-        await asyncio.to_thread(_wait_for_idle, worker)
+        await until(fake.ended.is_set)
         assert len(w.wire.replicas) == 1
         with pytest.raises(ReplicaUnhealthy, match="runs for over"):
             worker.check()
@@ -209,24 +187,19 @@ async def test_a_hanging_replica_leaves_the_pool_and_stays_away() -> None:
 
 async def test_a_batch_of_an_earlier_membership_that_hangs_counts_against_no_present_row() -> None:
     async with shards(0) as w:
-        fake = Stuck()
-        worker = await w.add_replica(fake=fake)
+        fake, clock = Stuck(), ClockAhead()
+        worker = await w.add_replica(fake=fake, clock=clock)
         w.submit([7, 8], 10)
-        await until(lambda: worker._batch_began_s is not None)
+        await until(fake.begun.is_set)
         # Its client has left when the pool begins anew.
         first = worker.replica_id
         w.wire.restart()
         await until(lambda: worker.replica_id != first and worker.replica_id != "")
-        worker._batch_s_max = 0.0
+        clock.ahead_s = CONFIG.actors.batch_s_max
         with pytest.raises(ReplicaUnhealthy, match="runs for over") as raised:
             worker.check()
         assert not raised.value.by_batch
         fake.let_go.set()
-
-
-def _wait_for_idle(worker: Worker) -> None:
-    while worker._batch_began_s is not None:
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize(

@@ -30,13 +30,13 @@ class PoolProcess(ray_pool.PoolProcess):
 
     def __init__(self, config: ClusterConfig) -> None:
         super().__init__(config)
-        step = self._scheduler.step
+        step = self.scheduler.step
 
         def planted(event: Event, now_s: float) -> list[Action]:
             assert not (isinstance(event, Submit) and event.request.prompt == POISON)
             return step(event, now_s)
 
-        self._scheduler.step = planted  # type: ignore[method-assign]
+        self.scheduler.step = planted  # type: ignore[method-assign]
 
 
 @pytest.fixture(scope="module")

@@ -142,15 +142,6 @@ def test_a_pool_killed_once_more_and_as_soon_as_it_is_back(hosted: HostedCluster
     assert max(outcome.end.recovered for outcome in outcomes if outcome.end) >= 2
 
 
-@TWO
-def test_a_pool_killed_while_idle_serves_the_next_request(hosted: HostedCluster) -> None:
-    kill_pool(hosted)
-    began_s = time.monotonic()
-    all_right(serve(hosted.address, fake_asks(6, tokens=20)))
-    print(f"pool killed while idle: all answered after {time.monotonic() - began_s:.2f} s")
-    assert time.monotonic() - began_s < SILENCE_S_MAX
-
-
 # --------------------------------------------------------------------------- frontend and proxy
 
 
@@ -197,7 +188,6 @@ def test_a_killed_frontend_and_a_killed_proxy_cost_the_caller_nothing(
     assert all(outcome.ended_s > killed_s for outcome in outcomes), "too late to break anything"
     for outcome in outcomes:
         assert outcome.named == 1
-        assert outcome.end is not None
         assert outcome.end.usage.completion_tokens == LONG_TOKENS
         if outcome.ask.stream:
             assert outcome.end.recovered >= 1, "the proxy was every stream's"

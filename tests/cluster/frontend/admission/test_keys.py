@@ -24,9 +24,9 @@ from cluster.frontend.admission.keys import (
     remove,
 )
 from scheduler.messages import Priority
+from tests.cluster.cli.command import lockstep
 from tests.cluster.fakes import Clock
 
-RUN = CliRunner()
 HASH = "a" * 64
 OTHER = "b" * 64
 
@@ -190,28 +190,24 @@ def test_a_server_does_not_start_with_a_broken_or_missing_file(path: Path) -> No
 
 
 def test_the_command_prints_the_key_alone_and_once(path: Path) -> None:
-    made = RUN.invoke(main, ["keys", "add", "alice", "--file", str(path)])
-    assert made.exit_code == 0
+    made = CliRunner().invoke(main, ["keys", "add", "alice", "--file", str(path)])
     key = made.stdout.strip()
-    found = find(read(path), key)
-    assert found is not None
-    assert found.name == "alice"
-    listed = RUN.invoke(main, ["keys", "list", "--file", str(path)])
-    assert "alice" in listed.stdout
-    assert key not in listed.output
-    assert hash_of(key) not in listed.output
-    assert RUN.invoke(main, ["keys", "remove", "alice", "--file", str(path)]).exit_code == 0
+    assert find(read(path), key).name == "alice"
+    listed = lockstep("keys", "list", "--file", str(path))
+    assert "alice" in listed
+    assert key not in listed
+    assert hash_of(key) not in listed
+    lockstep("keys", "remove", "alice", "--file", str(path))
     assert read(path) == ()
 
 
 def test_the_command_stores_the_limits(path: Path) -> None:
     limits = ["--priority-max", "low", "--tokens-per-minute", "600", "--requests-max", "7"]
-    made = RUN.invoke(main, ["keys", "add", "bob", "--file", str(path), *limits])
-    assert made.exit_code == 0
+    lockstep("keys", "add", "bob", "--file", str(path), *limits)
     (entry,) = read(path)
     assert entry.priority is Priority.LOW
     assert (entry.tokens_per_minute, entry.requests_max) == (600, 7)
-    listed = RUN.invoke(main, ["keys", "list", "--file", str(path)]).stdout
+    listed = lockstep("keys", "list", "--file", str(path))
     assert "low" in listed
     assert "600 tokens" in listed
     assert "7 requests" in listed
@@ -228,7 +224,7 @@ def test_the_command_stores_the_limits(path: Path) -> None:
     ],
 )
 def test_the_command_refuses_what_makes_no_sense(path: Path, args: list[str]) -> None:
-    assert RUN.invoke(main, ["keys", *args, "--file", str(path)]).exit_code == 2
+    lockstep("keys", *args, "--file", str(path), code=2)
     assert not path.exists()
 
 
@@ -244,6 +240,4 @@ def test_a_name_that_cannot_be_is_a_sentence_without_a_pattern(path: Path) -> No
 
 def test_the_server_does_not_start_with_keys_that_make_no_sense(path: Path) -> None:
     path.write_text("- {name: x}\n")
-    refused = RUN.invoke(main, ["serve", "--keys-file", str(path)])
-    assert refused.exit_code == 2
-    assert "sha256" in refused.output
+    assert "sha256" in lockstep("serve", "--keys-file", str(path), code=2)

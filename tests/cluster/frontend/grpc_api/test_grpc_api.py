@@ -199,8 +199,8 @@ async def test_a_deadline_gives_the_stream_its_tokens_and_the_status() -> None:
         streamed, unary = Context(), Context()
         streaming = asyncio.ensure_future(stream(made, request, streamed))
         asking = asyncio.ensure_future(made.Generate(request, unary))
-        lives = session_of(made)._live
-        await until(lambda: len(lives) == 2 and all(live.tokens for live in lives.values()))
+        lives = session_of(made).unfinished
+        await until(lambda: len(lives) == 2 and all(live.tokens for live in lives))
         clock.ahead_s = 101.0
         chunks = await streaming
         await asking

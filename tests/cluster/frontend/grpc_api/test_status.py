@@ -33,7 +33,6 @@ def test_others_are_named_as_the_client_named_them(reason: FinishReason, code: S
     assert refusal == Refusal(code, "request mine: out of memory")
     assert refusal_of_finish(Finish("pool-1", reason, message="no"), "") == Refusal(code, "no")
     unsaid = refusal_of_finish(Finish("pool-1", reason), "mine")
-    assert unsaid is not None
     assert len(unsaid.message) > len("request mine: ")
     assert "pool-1" not in unsaid.message
 

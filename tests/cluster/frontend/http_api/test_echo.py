@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from cluster.frontend.http_api.app import http_app
+from tests.cluster.frontend.http_api.test_http import http_frontend
 from tests.cluster.frontend.http_api.test_openai import events, post, served
 from tests.cluster.frontend.http_api.test_openai_decoding import served as served_tiny, text
 from tests.cluster.frontend.http_api.test_tokens_api import beginning
-from tests.cluster.frontend.rig import PROMPT, PROMPT_IDS, frontend
+from tests.cluster.frontend.rig import PROMPT, PROMPT_IDS
 from tests.cluster.frontend.test_chat import TEXT
 from tests.cluster.frontend.tools.test_tools import ASKED, HERMES_TEMPLATE, served_with
 
@@ -34,9 +34,9 @@ async def test_an_echo_has_the_special_tokens_that_were_given(
     prompt: str | list[int], echo: str, hidden: int
 ) -> None:
     """`hidden`: tokens that are not in the echo."""
-    async with frontend(text=replace(TEXT, encoder=beginning())) as made:
+    async with http_frontend(text=replace(TEXT, encoder=beginning())) as app:
         asked = {"prompt": prompt, "echo": True, "logprobs": 0, "max_tokens": 0}
-        [choice] = (await post(http_app(made.service), "completions", **asked)).json["choices"]
+        [choice] = (await post(app, "completions", **asked)).json["choices"]
         assert choice["text"] == echo
         told = choice["logprobs"]
         assert "".join(told["tokens"]) == BEGIN * hidden + echo

@@ -8,6 +8,8 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from fastapi import FastAPI
 from cluster.config_sources import from_args
 from cluster.frontend.admission.keys import add, hash_of
 from cluster.frontend.http_api.app import http_app
-from cluster.frontend.http_api.body import _parsed
+from cluster.frontend.json_text import parsed_json
 from tests.cluster.fakes import perfect
 from tests.cluster.frontend.rig import PROMPT, PROMPT_IDS, frontend
 
@@ -96,13 +98,18 @@ async def http(
     return Answer(sent)
 
 
+@asynccontextmanager
+async def http_frontend(**options: Any) -> AsyncIterator[FastAPI]:
+    async with frontend(**options) as made:
+        yield http_app(made.service)
+
+
 async def test_http_serves_and_refuses_as_grpc_does(tmp_path: Path) -> None:
     keys = tmp_path / "keys.yaml"
     key = add(keys, "alice", tokens_per_minute=100)
     # Enough that the rate is not whole again for half a minute.
     body = asking(max_tokens=60)
-    async with frontend(config=from_args({"keys_file": str(keys)})) as made:
-        app = http_app(made.service)
+    async with http_frontend(config=from_args({"keys_file": str(keys)})) as app:
         headers = {"authorization": f"Bearer {key}"}
         good = await http(app, body, headers=headers, client="192.0.2.7", parts=5)
         assert good.status == 200
@@ -158,8 +165,7 @@ BAD_BODIES = [
 
 
 async def test_http_refuses_any_bad_body_as_such() -> None:
-    async with frontend() as made:
-        app = http_app(made.service)
+    async with http_frontend() as app:
         for body in BAD_BODIES:
             answer = await http(app, body, parts=3)
             assert answer.status == 400, body[:99]
@@ -171,13 +177,12 @@ async def test_http_refuses_any_bad_body_as_such() -> None:
 async def test_a_long_body_is_parsed_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     threads: list[threading.Thread] = []
 
-    def parsed(*args: Any) -> Any:
+    def parsed(text: str) -> Any:
         threads.append(threading.current_thread())
-        return _parsed(*args)
+        return parsed_json(text)
 
-    monkeypatch.setattr("cluster.frontend.http_api.body._parsed", parsed)
-    async with frontend() as made:
-        app = http_app(made.service)
+    monkeypatch.setattr("cluster.frontend.http_api.body.parsed_json", parsed)
+    async with http_frontend() as app:
         for ids in (5, 20_000):
             answer = await http(app, asking(committed_token_ids=[5] * ids, max_tokens=1))
             assert answer.status == 400
@@ -187,8 +192,8 @@ async def test_a_long_body_is_parsed_beside_the_event_loop(monkeypatch: pytest.M
 
 async def test_a_body_without_an_end_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cluster.frontend.http_api.body._BODY_S", 0.1)
-    async with frontend() as made:
-        assert (await http(http_app(made.service), b"{", ends=False)).status == 400
+    async with http_frontend() as app:
+        assert (await http(app, b"{", ends=False)).status == 400
 
 
 @pytest.mark.parametrize(
@@ -220,8 +225,7 @@ async def test_a_body_without_an_end_is_not_waited_for(monkeypatch: pytest.Monke
 )
 async def test_a_web_page_cannot_use_the_server(headers: dict[str, str], status: int) -> None:
     server = {"http_hosts": ["ours.example"], "http_origins": ["https://page.example"]}
-    async with frontend(config=from_args({"server": server})) as made:
-        app = http_app(made.service)
+    async with http_frontend(config=from_args({"server": server})) as app:
         answer = await http(app, BODY, headers=headers)
         assert answer.status == status
         error = answer.json.get("error")
@@ -237,8 +241,7 @@ async def test_a_web_page_cannot_use_the_server(headers: dict[str, str], status:
 async def test_a_page_that_is_named_may_send_what_clients_send_and_read_the_answer() -> None:
     page = {"origin": "https://page.example"}
     server = {"http_origins": [page["origin"]]}
-    async with frontend(config=from_args({"server": server})) as made:
-        app = http_app(made.service)
+    async with http_frontend(config=from_args({"server": server})) as app:
         names = "authorization,content-type,last-event-id,x-request-id,x-stainless-lang"
         wanted = {"access-control-request-headers": names}
         for method, path in (("POST", "/v1/completions"), ("GET", "/v1/models")):
@@ -259,8 +262,7 @@ async def test_a_page_that_is_named_may_send_what_clients_send_and_read_the_answ
 
 async def test_no_page_may_read_an_answer_unless_it_is_named() -> None:
     wanted = {"access-control-request-method": "POST"}
-    async with frontend() as made:
-        app = http_app(made.service)
+    async with http_frontend() as app:
         for origin, status in (("http://localhost:8000", 200), ("https://page.example", 403)):
             headers = {"host": "localhost:8000", "origin": origin}
             answer = await http(app, BODY, headers=headers)
@@ -274,8 +276,7 @@ async def test_no_page_may_read_an_answer_unless_it_is_named() -> None:
 async def test_the_one_key_and_the_name_of_the_model() -> None:
     auth = {"api_key_sha256": hash_of("ours")}
     config = from_args({"auth": auth, "server": {"served_model_name": "name"}})
-    async with frontend(config=config) as made:
-        app = http_app(made.service)
+    async with http_frontend(config=config) as app:
         for key, status in (("ours", 200), ("theirs", 401)):
             headers = {"authorization": f"Bearer {key}"}
             assert (await http(app, asking(model="name"), headers=headers)).status == status
@@ -291,8 +292,7 @@ async def test_the_one_key_and_the_name_of_the_model() -> None:
 async def test_with_keys_any_name_may_be_used_and_no_foreign_page(tmp_path: Path) -> None:
     path = tmp_path / "keys.yaml"
     key = {"authorization": f"Bearer {add(path, 'alice')}", "host": "lockstep.example"}
-    async with frontend(config=from_args({"keys_file": str(path)})) as made:
-        app = http_app(made.service)
+    async with http_frontend(config=from_args({"keys_file": str(path)})) as app:
         assert (await http(app, BODY, headers=key)).status == 200
         foreign = key | {"origin": "https://evil.example"}
         assert (await http(app, BODY, headers=foreign)).status == 403

@@ -53,20 +53,10 @@ def events(answer: Answer) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("chat", [True, False])
-@pytest.mark.parametrize("temperature", [0, 0.8])
-async def test_an_answer_is_the_one_of_the_grpc_api(chat: bool, temperature: float) -> None:
+async def test_an_answer_is_the_one_of_the_grpc_api(chat: bool) -> None:
     async with served(step_s=0.001) as (made, app):
-        asked = pb.GenerateRequest(
-            temperature=temperature, top_k=40, top_p=0.9, min_p=0.01, seed=7, max_new_tokens=30
-        )
-        fields: dict[str, Any] = {
-            "temperature": temperature,
-            "top_k": 40,
-            "top_p": 0.9,
-            "min_p": 0.01,
-            "seed": 7,
-            "max_tokens": 30,
-        }
+        asked = pb.GenerateRequest(max_new_tokens=30)
+        fields: dict[str, Any] = {"max_tokens": 30}
         if chat:
             asked.messages.extend(messages(TURNS))
             fields["messages"] = TURNS_JSON
@@ -237,6 +227,12 @@ SAID = [
         "messages.0.content: must be a text or a list of parts of type text, is 5",
     ),
     ({"n": 0}, "n: must be at least 1, is 0"),
+    ({"top_p": 3}, "top_p: must be in (0, 1], is 3.0"),
+    (
+        {"tool_choice": {"type": "function", "functoin": {"name": "x"}}},
+        "tool_choice.function: must be given; "
+        "tool_choice.functoin: unknown name; did you mean function?",
+    ),
 ]
 """Fields of a chat, and the whole sentence on what is wrong with them."""
 
@@ -249,19 +245,6 @@ async def test_a_sentence_has_the_field_what_is_allowed_and_the_value() -> None:
         answer = await post(app, "completions", prompt=[1, "x"])
         allowed = "must be a text, a list of token ids, or a list of either"
         assert answer.error["message"] == f"prompt: {allowed}, is [1, 'x']"
-
-
-async def test_a_field_within_one_of_several_kinds_is_named() -> None:
-    async with served(replicas=0) as (_made, app):
-        named = {"type": "function", "functoin": {"name": "x"}}
-        answer = await post(app, "chat/completions", messages=TURNS_JSON, tool_choice=named)
-        said = answer.error["message"]
-        assert said == (
-            "tool_choice.function: must be given; "
-            "tool_choice.functoin: unknown name; did you mean function?"
-        )
-        wrong = await post(app, "completions", prompt="x", top_p=3)
-        assert wrong.error["message"] == "top_p: must be in (0, 1], is 3.0"
 
 
 async def test_what_asks_for_nothing_is_taken() -> None:

@@ -37,7 +37,7 @@ SEEDS = count()
 
 def slow() -> AbstractAsyncContextManager[tuple[GrpcApi, FastAPI]]:
     """Each time a server with another seed of its own."""
-    return served(CONFIG.model_copy(update={"seed": next(SEEDS)}), step_s=0.02)
+    return served(CONFIG.model_copy(update={"seed": next(SEEDS)}), step_s=0.005)
 
 
 CASES: dict[str, tuple[Frontend, str, dict[str, Any]]] = {

@@ -5,8 +5,6 @@ a call would, for the model and within the sizes that a call may have.
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -16,10 +14,9 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from cluster.config_sources import from_args
-from cluster.frontend.http_api.app import http_app
 from tests.cluster.fakes import tokenizer
-from tests.cluster.frontend.http_api.test_http import Answer, http
-from tests.cluster.frontend.rig import PROMPT, PROMPT_IDS, frontend
+from tests.cluster.frontend.http_api.test_http import Answer, http, http_frontend
+from tests.cluster.frontend.rig import PROMPT, PROMPT_IDS
 from tests.cluster.frontend.test_chat import TEXT
 from tests.cluster.frontend.tools.test_tools import HERMES_TEMPLATE
 
@@ -37,18 +34,12 @@ def beginning() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=made, chat_template=HERMES_TEMPLATE)
 
 
-@asynccontextmanager
-async def served(**options: Any) -> AsyncIterator[FastAPI]:
-    async with frontend(replicas=0, **options) as made:
-        yield http_app(made.service)
-
-
 async def post(app: FastAPI, path: str, **fields: Any) -> Answer:
     return await http(app, json.dumps(fields).encode(), path=path)
 
 
 async def test_texts_become_tokens_and_tokens_texts() -> None:
-    async with served(text=TEXT) as app:
+    async with http_frontend(replicas=0, text=TEXT) as app:
         found = (await post(app, "/tokenize", prompt=PROMPT, return_token_strs=True)).json
         assert found["tokens"] == PROMPT_IDS
         assert "".join(found["token_strs"]) == PROMPT
@@ -61,7 +52,7 @@ async def test_texts_become_tokens_and_tokens_texts() -> None:
 
 
 async def test_special_tokens_tools_and_options_of_the_template() -> None:
-    async with served(text=replace(TEXT, encoder=beginning())) as app:
+    async with http_frontend(replicas=0, text=replace(TEXT, encoder=beginning())) as app:
 
         async def tokens(**fields: Any) -> list[int]:
             found: list[int] = (await post(app, "/tokenize", **fields)).json["tokens"]
@@ -100,6 +91,6 @@ async def test_special_tokens_tools_and_options_of_the_template() -> None:
 async def test_what_a_call_may_not_ask_is_refused(
     path: str, fields: dict[str, Any], param: str
 ) -> None:
-    async with served(text=TEXT, config=FEW) as app:
+    async with http_frontend(replicas=0, text=TEXT, config=FEW) as app:
         answer = await post(app, f"/{path}", **fields)
         assert (answer.status, answer.error["param"]) == (404 if param == "model" else 400, param)

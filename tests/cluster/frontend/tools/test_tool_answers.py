@@ -23,7 +23,7 @@ from tests.cluster.frontend.http_api.test_http import Answer
 from tests.cluster.frontend.http_api.test_openai import events, post
 from tests.cluster.frontend.rig import Context, frontend
 from tests.cluster.frontend.test_chat import TEXT
-from tests.cluster.frontend.test_ends import asked, ends
+from tests.cluster.frontend.test_ends import asked, brings, ends
 from tests.cluster.frontend.tools.test_tools import ASKED, GRPC_TOOLS, HERMES_TEMPLATE, TOOLS
 
 HERMES = replace(
@@ -48,7 +48,7 @@ async def answered(made: GrpcApi, written: str, **fields: Any) -> Answer:
     tools = {"messages": ASKED, "tools": TOOLS} | fields
     call = asyncio.ensure_future(post(http_app(made.service), "chat/completions", **tools))
     live = await asked(made)
-    live.tokens.extend(ids(written))
+    brings(made, live, ids(written))
     ends(made, live, FinishReason.STOP)
     return await call
 
