@@ -14,7 +14,7 @@ import torch
 
 from replicas.calibration import calibrated
 from replicas.config import ReplicaConfig
-from replicas.cuda.graphs import GraphedModel, buckets
+from replicas.cuda import GraphedModel, buckets
 from replicas.decoding import DecodingRows, Grammars, load_grammars
 from replicas.drafters import Ask, Drafter, Seen
 from replicas.eqspec import step

@@ -15,7 +15,7 @@ import torch
 from transformers import AutoTokenizer, PreTrainedModel
 
 from replicas.config import ReplicaConfig
-from replicas.cuda.graphs import GraphedModel
+from replicas.cuda import GraphedModel
 from replicas.drafters.protocol import Ask, Drafter, DraftSource, Proposal, Seen
 from replicas.kv_cache import TokenRange
 from replicas.memory import DraftMemory, MemoryPlan, ModelShape, weight_bytes, without_storage

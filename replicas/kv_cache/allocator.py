@@ -18,8 +18,8 @@ from itertools import takewhile
 import numpy as np
 import torch
 
-from replicas.cuda.transfers import send
 from replicas.kv_cache.shape import SCRAP_BLOCK
+from replicas.transfers import send
 
 
 class OutOfBlocks(Exception):

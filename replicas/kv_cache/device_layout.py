@@ -13,8 +13,8 @@ from itertools import accumulate
 
 import torch
 
-from replicas.cuda.transfers import upload
 from replicas.kv_cache.shape import SCRAP_BLOCK, CacheShape, TokenRange
+from replicas.transfers import upload
 
 
 class DeviceWindow:

@@ -17,10 +17,10 @@ from torch import nn
 from torch.nn.functional import pad
 from transformers import AttentionInterface, PreTrainedModel
 
-from replicas.cuda.transfers import upload
 from replicas.invariant import Arithmetic, PassLayout
 from replicas.kv_cache import CacheShape, DeviceWindow, PagedCache, TokenRange, passes
 from replicas.models.decoder import JoinedDecoder, LayerAttention
+from replicas.transfers import upload
 
 ATTENTION = "lockstep_paged"
 

@@ -27,9 +27,9 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from replicas.cuda.transfers import upload
 from replicas.sampling.columns import likeliest
 from replicas.sampling.noise import LARGE, NOISE_MOST, Noise, noise_keys
+from replicas.transfers import upload
 from scheduler.messages import SamplingParams
 
 _LIKELIEST = 256

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from replicas.config import ReplicaConfig
-from replicas.cuda.graphs import GraphedModel
+from replicas.cuda import GraphedModel
 from replicas.eqspec import NotFinite, of_numbers
 from replicas.replica import Replica
 from replicas.sampling.choice import SamplingBatch, choose

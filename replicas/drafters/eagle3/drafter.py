@@ -18,8 +18,7 @@ import torch
 from transformers import PreTrainedModel
 
 from replicas.config import ReplicaConfig
-from replicas.cuda.graphs import GraphedModel
-from replicas.cuda.transfers import upload
+from replicas.cuda import GraphedModel
 from replicas.drafters.eagle3.config import HeadRefused
 from replicas.drafters.eagle3.layer import HeadLayer
 from replicas.drafters.eagle3.weights import Head, load_head, read_head
@@ -33,6 +32,7 @@ from replicas.models.load import PairRefused, dtype_of, resolve
 from replicas.models.paged_model import ALL, AttentionBackend
 from replicas.sampling import guess
 from replicas.stopwatch import Stopwatch
+from replicas.transfers import upload
 
 TOGETHER = 16
 """Positions of a row that are taken in at the latest while no row of its batch drafts."""

@@ -12,8 +12,7 @@ from functools import partial
 import pytest
 import torch
 
-from replicas.cuda import graphs
-from replicas.cuda.graphs import GraphedModel, Kind, buckets
+from replicas.cuda import GraphedModel, Kind, buckets, graphs
 from replicas.models.paged_model import Output
 from tests.oracle.worlds import check_answers, greedy_answers, sampled_answers
 from tests.replicas.built import built, uneven_model

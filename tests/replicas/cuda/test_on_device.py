@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from replicas.cuda.graphs import FixedPass, Kind
+from replicas.cuda import FixedPass, Kind
 from replicas.drafters.eagle3.config import head_config
 from replicas.drafters.eagle3.layer import HeadLayer
 from replicas.drafters.eagle3.weights import Head

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from replicas.cuda.recording import record, recording_stream, warm_up
+from replicas.cuda import record, recording_stream, warm_up
 
 GPU = torch.device("cuda", 0)
 

@@ -134,7 +134,7 @@ def test_passes_are_padded_to_numbers_of_tokens_that_are_proven() -> None:
     arithmetic = Arithmetic(tokens=(4, 8, 12, 64), proven=True)
     sizes = {count: arithmetic.padded(count) for count in (1, 4, 5, 13, 64, 65, 130)}
     assert sizes == {1: 4, 4: 4, 5: 8, 13: 64, 64: 64, 65: 68, 130: 132}
-    assert Arithmetic().padded(5) == 5, "what is not proven is not padded"
+    assert Arithmetic().padded(5) == 5, "without sizes nothing is padded"
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from cluster.local_engine import LocalEngine
 from replicas.config import ReplicaConfig
 from replicas.invariant.check import ROWS, what_changes_logits
-from replicas.invariant.ops import Arithmetic, in_tiles
+from replicas.invariant.ops import COUNTS, Arithmetic, in_tiles
 from replicas.models import build as building
 from replicas.models.load import PairRefused
 from replicas.models.paged_model import PagedModel
@@ -89,7 +89,7 @@ def test_output_is_the_same_whatever_the_batch_the_draft_and_the_schedule(
 
 
 def test_without_a_proof_float32_is_computed_in_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(building, "prove", lambda *_: Arithmetic())
+    monkeypatch.setattr(building, "prove", lambda *_: Arithmetic(COUNTS))
     replica = replica_of("float32")
     assert run(replica, 6, 3) == run(replica, 1, 0)
     paged, how = deterministic(uneven_model("llama"))
