@@ -261,19 +261,16 @@ class DraftPolicy:
         by_draft_len = goodputs(likely, count, seconds)
         goodput = max(by_draft_len)
         best = known.draft_len = by_draft_len.index(goodput)
-        lost = [
-            (1.0 - by_draft_len[draft_len] / goodput) * seconds[draft_len] * table.slowdown
-            for draft_len in range(most + 1)
-        ]
         stale = [draft_len for draft_len in costs.stale if draft_len != best]
         if not best:
             stale.append(1)
         if stale:
-            probe = min(stale, key=lost.__getitem__)
+            lost = [(1.0 - by_draft_len[one] / goodput) * seconds[one] for one in stale]
+            lost_s = min(lost) * table.slowdown
             credit_s = min(known.credit_s, PROBE_SAVED * seconds[best] * table.slowdown)
-            if lost[probe] <= credit_s:
-                known.credit_s = credit_s - lost[probe]
-                return probe
+            if lost_s <= credit_s:
+                known.credit_s = credit_s - lost_s
+                return stale[lost.index(min(lost))]
         return None
 
     def _steps(self, known: _Known, steps_most: int) -> int:
