@@ -266,11 +266,12 @@ class DraftPolicy:
             stale.append(1)
         if stale:
             lost = [(1.0 - by_draft_len[one] / goodput) * seconds[one] for one in stale]
-            lost_s = min(lost) * table.slowdown
+            usual_s = min(lost)
+            lost_s = usual_s * table.slowdown
             credit_s = min(known.credit_s, PROBE_SAVED * seconds[best] * table.slowdown)
             if lost_s <= credit_s:
                 known.credit_s = credit_s - lost_s
-                return stale[lost.index(min(lost))]
+                return stale[lost.index(usual_s)]
         return None
 
     def _steps(self, known: _Known, steps_most: int) -> int:
