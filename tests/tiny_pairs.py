@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import os
 from functools import cache
 
 import torch
@@ -29,6 +30,8 @@ from replicas.models.pair import Pair
 from replicas.replica import Replica
 
 VOCAB = 97
+DEVICE = os.environ.get("LOCKSTEP_TEST_DEVICE", "cpu")
+"""Of the oracle's replicas: `cuda:0` on a machine with a GPU."""
 ARCHITECTURES = ("llama", "qwen3", "glm4")
 
 SHAPE = {
@@ -80,13 +83,14 @@ def tiny_pair(architecture: str, draft_architecture: str | None = None) -> Pair:
         draft = copy.deepcopy(target_model(draft_architecture))
     for model in (target, draft):
         model.set_attn_implementation(ATTENTION)
+        model.eval().to(DEVICE)
     return Pair(
-        target=target.eval(),
-        draft=ModelSource(draft_architecture or f"{architecture}, perturbed", draft.eval(), VOCAB),
+        target=target,
+        draft=ModelSource(draft_architecture or f"{architecture}, perturbed", draft, VOCAB),
         context_len=256,
         vocab_size=VOCAB,
         target_name=architecture,
-        device=torch.device("cpu"),
+        device=torch.device(DEVICE),
         dtype=torch.float32,
     )
 
@@ -107,6 +111,6 @@ def tiny_replica(
     **config: object,
 ) -> Replica:
     """A replica of a tiny pair; blocks of 4 positions, so that rows cross block borders often."""
-    settings = {"block_size": 4, "kv_blocks": 2048, "device": "cpu", **config}
+    settings = {"block_size": 4, "kv_blocks": 2048, "device": DEVICE, **config}
     pair = tiny_pair(architecture, draft_architecture)
     return Replica(pair, ReplicaConfig(**settings), drafter=drafter)

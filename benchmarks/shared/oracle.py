@@ -79,7 +79,8 @@ class OracleDrafter:
         ]
         k = ask.k
         padded = [draft + [0] * (k - len(draft)) for draft in drafts]
-        return Proposal(torch.tensor(padded).t().contiguous(), lens)
+        tokens = torch.tensor(padded, device=ask.table.device).t().contiguous()
+        return Proposal(tokens, lens)
 
     def _draft(self, content: list[int], most: int) -> list[int]:
         draft: list[int] = []

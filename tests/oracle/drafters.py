@@ -17,7 +17,7 @@ from replicas.models.pair import Pair
 from replicas.replica import Replica
 from scheduler.messages import Request
 from tests.replicas.heads import headed_replica, said, save_head
-from tests.tiny_pairs import VOCAB, target_model, tiny_pair
+from tests.tiny_pairs import DEVICE, VOCAB, target_model, tiny_pair
 
 ORACLES = {"never": 0.0, "half": 0.5, "always": 1.0}
 
@@ -66,5 +66,5 @@ def replica_of(
         pair = replace(pair, draft=SuffixSource())
     elif drafter == "toy":
         pair = replace(pair, draft=toy_source())
-    config = ReplicaConfig(device="cpu", block_size=4, **settings)
+    config = ReplicaConfig(device=DEVICE, block_size=4, **settings)
     return Replica(pair, config, drafter=oracle(drafter, answered))

@@ -18,7 +18,7 @@ from replicas.replica import Replica
 from scheduler.config import SchedulerConfig
 from scheduler.messages import Request, SamplingParams
 from tests.reference import plain_greedy
-from tests.tiny_pairs import ARCHITECTURES, VOCAB, target_model, tiny_replica
+from tests.tiny_pairs import ARCHITECTURES, DEVICE, VOCAB, target_model, tiny_replica
 
 LENGTHS = (1, 2, 3, 5, 8, 13, 13, 13, 21, 34, 55)
 DEMO = "demo"
@@ -122,7 +122,7 @@ def run_staggered(
 
 @cache
 def demo_replica() -> Replica:
-    return Replica.load(ReplicaConfig(device="cpu", kv_blocks=1024))
+    return Replica.load(ReplicaConfig(device=DEVICE, kv_blocks=1024))
 
 
 def replica_for(architecture: str, drafter: Drafter | None = None) -> Replica:

@@ -16,7 +16,7 @@ from replicas.drafters.eagle3 import HeadSource, load_head, read_head
 from replicas.drafters.eagle3.config import HeadConfig, head_config
 from replicas.models.pair import Pair
 from replicas.replica import Replica
-from tests.tiny_pairs import tiny_pair
+from tests.tiny_pairs import DEVICE, tiny_pair
 
 WIDTH, TARGET_VOCAB, VOCAB = 32, 97, 61
 _OF_LAYER = {"attention_bias", "rope_theta", "hidden_size"}
@@ -96,7 +96,7 @@ def headed_replica(path: str, pair: Pair | None = None, **settings: object) -> R
     """The tiny Llama, or another pair's target, with the head there."""
     pair = pair or tiny_pair("llama")
     config = ReplicaConfig(
-        device="cpu",
+        device=DEVICE,
         block_size=4,
         speculative={"method": "eagle3", "model": path},
         **{"kv_blocks": 512, **settings},

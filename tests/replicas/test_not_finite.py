@@ -18,7 +18,7 @@ from replicas.replica import Replica
 from replicas.sampling.choice import SamplingBatch, choose
 from scheduler.messages import SamplingParams
 from tests.replicas.pool import Client
-from tests.tiny_pairs import pair_in
+from tests.tiny_pairs import DEVICE, pair_in
 
 BEYOND = 90
 """The token that overflows."""
@@ -29,7 +29,7 @@ class Overflowing(Client):
     """With a replica that overflows at one token."""
 
     def __init__(self, deterministic: bool = True, **config: object) -> None:
-        settings = {"device": "cpu", "dtype": "float16", "block_size": 4, "kv_blocks": 64}
+        settings = {"device": DEVICE, "dtype": "float16", "block_size": 4, "kv_blocks": 64}
         settings |= {"prefix_sharing": False, "deterministic": deterministic, **config}
         super().__init__(Replica(pair_in(torch.float16, "qwen3"), ReplicaConfig(**settings)))
         runners = (self.replica.target, self.replica.drafter.model)

@@ -25,7 +25,7 @@ from scheduler.config import SchedulerConfig
 from scheduler.messages import Request, SamplingParams
 from tests.oracle.worlds import run_staggered
 from tests.replicas.built import BLOCK_SIZE, uneven_model
-from tests.tiny_pairs import pair_in
+from tests.tiny_pairs import DEVICE, pair_in
 
 # With a scale there is nothing to calibrate; at this one about half of the tokens stray.
 TARGET = "planted:tiny?scale=0.65&layers=2"
@@ -38,7 +38,7 @@ def replica_of(dtype: str, sharing: bool = False, graphs: str = "off") -> Replic
         ReplicaConfig(
             target=TARGET,
             draft="planted:tiny-draft",
-            device="cpu",
+            device=DEVICE,
             dtype=dtype,
             deterministic=True,
             graphs=graphs,
