@@ -166,11 +166,10 @@ class ReplicaConfig(BaseModel):
         description="Join the layers of Llama-like models into fewer operations, where the logits"
         " stay the same but for rounding; false keeps transformers' own forward pass.",
     )
-    attention: Literal["auto", "gather", "flex", "varlen"] = Field(
+    attention: Literal["auto", "gather", "paged"] = Field(
         "auto",
         description="How keys and values are read: 'gather' copies a layer's blocks together,"
-        " 'flex' (FlexAttention) and 'varlen' (FlashAttention with block tables, on GPUs) read"
-        " them in place. Auto gathers on a CPU; on a GPU it times them when it loads.",
+        " 'paged' reads them in place, on a GPU with Triton. Auto is 'paged' where it can be had.",
     )
     prepack_weights: bool = Field(
         True,
@@ -198,8 +197,7 @@ class ReplicaConfig(BaseModel):
         """The attention to try on this device."""
         if self.attention != "auto":
             return self.attention
-        # Ranks that go by their own times may choose differently.
-        return "auto" if device.type == "cuda" and self.tensor_parallel == 1 else "gather"
+        return "auto" if device.type == "cuda" else "gather"
 
     @property
     def drafting(self) -> SpeculativeConfig:
@@ -257,11 +255,6 @@ class ReplicaConfig(BaseModel):
 
     @model_validator(mode="after")
     def _fits_together(self) -> ReplicaConfig:
-        if self.deterministic and self.attention in ("flex", "varlen"):
-            raise ValueError(
-                f"attention: deterministic output needs an attention of its own, not"
-                f" {self.attention!r}; say 'auto' or 'gather'"
-            )
         if self.tensor_parallel > 1 and ":" in self.device:
             raise ValueError(f"tensor_parallel: device {self.device} is one of several; say 'cuda'")
         return self

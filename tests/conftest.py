@@ -9,6 +9,8 @@ import sys
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+if os.environ.get("LOCKSTEP_TEST_DEVICE", "cpu") == "cpu":
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # a GPU's kernels, on a CPU
 
 import pytest
 from hypothesis import HealthCheck, settings

@@ -32,6 +32,8 @@ from replicas.replica import Replica
 VOCAB = 97
 DEVICE = os.environ.get("LOCKSTEP_TEST_DEVICE", "cpu")
 """Of the oracle's replicas: `cuda:0` on a machine with a GPU."""
+FEW_KINDS = {} if DEVICE == "cpu" else {"plan_rows": 8, "plan_draft_len": 4}
+"""A GPU records passes of few kinds, so that loading is quick; others run unrecorded."""
 ARCHITECTURES = ("llama", "qwen3", "glm4")
 
 SHAPE = {
@@ -111,6 +113,6 @@ def tiny_replica(
     **config: object,
 ) -> Replica:
     """A replica of a tiny pair; blocks of 4 positions, so that rows cross block borders often."""
-    settings = {"block_size": 4, "kv_blocks": 2048, "device": DEVICE, **config}
+    settings = {"block_size": 4, "kv_blocks": 2048, "device": DEVICE, **FEW_KINDS, **config}
     pair = tiny_pair(architecture, draft_architecture)
     return Replica(pair, ReplicaConfig(**settings), drafter=drafter)

@@ -9,7 +9,7 @@ batch sizes with and without speculation, in one mode after the other:
     the draft model as it is used by default
     transformers' `generate`
     a planted head
-    on a GPU: without CUDA graphs, and with each kind of attention that can be had there
+    on a GPU: without CUDA graphs, and with keys and values gathered
     the deterministic mode, with the draft model and with the head
 
 Each mode loads what it needs, and its draft lengths take turns on one replica. Modes are compared
@@ -23,9 +23,8 @@ The first `--alone` requests run once more in each mode, one after the other and
 `identical` counts the outputs of a run that equal those. Only the deterministic mode promises that
 all do.
 
-A mode that fails is reported, and the others run; the exit status is 1 then, but for kinds of
-attention that nobody has named. The JSON file is written anew after every mode. Needs neither Ray
-nor gRPC.
+A mode that fails is reported, and the others run; the exit status is 1 then. The JSON file is
+written anew after every mode. Needs neither Ray nor gRPC.
 """
 
 from __future__ import annotations
@@ -49,14 +48,8 @@ from replicas.models.load import resolve_device
 from replicas.models.shapes import DRAFTS
 
 BLOCK_SIZE = 16
-ATTENTIONS = {
-    "gather": ("gather", BLOCK_SIZE),
-    "flex": ("flex", BLOCK_SIZE),
-    "flex-128": ("flex", 128),
-    "varlen-256": ("varlen", 256),
-}
-"""Modes that differ in the attention alone: its kind and KV positions per block."""
-EAGER, DETERMINISTIC, DETERMINISTIC_HEAD = "eager", "deterministic", "deterministic head"
+EAGER, GATHER = "eager", "gather"
+DETERMINISTIC, DETERMINISTIC_HEAD = "deterministic", "deterministic head"
 TOLD = ("state", "attention", "unrecorded", "memory_gb", "message")
 """Of a mode, in the JSON file."""
 
@@ -104,10 +97,6 @@ def modes_of(args: argparse.Namespace, device: torch.device) -> dict[str, Mode]:
     """What runs, in this order."""
     rows: int = max(*args.batches, GENERATE_BATCH)
     context_len: int = args.prompt_tokens + args.new_tokens
-
-    def blocks(size: int) -> int:  # one for each row to spare
-        return rows * (-(-context_len // size) + 1)
-
     config = ReplicaConfig(
         target=f"planted:{args.shape}?acceptance={args.acceptance}",
         draft=f"planted:{DRAFTS[args.shape]}",
@@ -118,21 +107,15 @@ def modes_of(args: argparse.Namespace, device: torch.device) -> dict[str, Mode]:
         # Or prompts would be filled in the first round only.
         prefix_sharing=False,
         calibrate=False,
-        kv_blocks=blocks(BLOCK_SIZE),
+        kv_blocks=rows * (-(-context_len // BLOCK_SIZE) + 1),  # one for each row to spare
         plan_rows=rows,
         plan_draft_len=max(args.draft_lens),
     )
     head = {"speculative": {"method": "eagle3", "model": PLANTED_HEAD}, "draft": None}
     changes: dict[str, dict[str, Any]] = {USUAL: {}, TRANSFORMERS: {}, HEAD: head}
-    on_gpu = device.type == "cuda"
-    if on_gpu:
+    if device.type == "cuda":
         changes[EAGER] = {"graphs": "off"}
-    kinds = args.attention
-    if kinds is None:
-        kinds = ATTENTIONS if on_gpu else ()
-    for name in kinds:
-        kind, size = ATTENTIONS[name]
-        changes[name] = {"attention": kind, "block_size": size, "kv_blocks": blocks(size)}
+        changes[GATHER] = {"attention": "gather"}
     if not args.no_deterministic:
         changes[DETERMINISTIC] = {"deterministic": True}
         changes[DETERMINISTIC_HEAD] = {"deterministic": True, **head}
@@ -155,12 +138,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, help="after one that warms up; default: 2")
     parser.add_argument("--no-deterministic", action="store_true")
     parser.add_argument("--alone", type=int, default=8, help="requests that run alone, too")
-    parser.add_argument(
-        "--attention",
-        nargs="*",
-        choices=sorted(ATTENTIONS),
-        help="kinds to run beside the one that is chosen; default: all on a GPU, none on a CPU",
-    )
     args = parser.parse_args(argv)
 
     device, tiny = resolve_device(args.device), args.shape == "tiny"
@@ -189,9 +166,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         told = {each: {what: getattr(one, what) for what in TOLD} for each, one in modes.items()}
         write_json(args.json, {**described, "modes": told, "runs": rows_of(modes)})
     show(modes)
-    tried = ATTENTIONS if args.attention is None else ()
-    failed = {name for name, mode in modes.items() if mode.state == "failed"}
-    return 1 if failed.difference(tried) else 0
+    return int(any(mode.state == "failed" for mode in modes.values()))
 
 
 if __name__ == "__main__":

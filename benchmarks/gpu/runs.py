@@ -19,7 +19,6 @@ from cluster.bench.workload import synthetic_prompts
 from cluster.local_engine import LocalEngine
 from replicas.config import ReplicaConfig
 from replicas.drafters.model import ModelSource
-from replicas.models.attention.paged import FlexAttention, NotPaged, VarlenAttention
 from replicas.models.pair import Pair, load_pair
 from replicas.replica import Replica
 from scheduler.config import SchedulerConfig
@@ -62,9 +61,9 @@ class Mode:
 
     config: ReplicaConfig
     state: str = "waiting"
-    """Or "measured", "failed", or "left out" where torch or the device does not offer it."""
+    """Or "measured" or "failed"."""
     message: str = ""
-    """Why it failed or was left out, in one line."""
+    """Why it failed, in one line."""
     attention: str = ""
     """Of the target."""
     unrecorded: list[str] = field(default_factory=list)
@@ -144,14 +143,6 @@ def generate(pair: Pair, rates: Rates, requests: Sequence[Request]) -> tuple[Run
     return Run(speed, speed, tokens / least_s), outputs
 
 
-def offered(config: ReplicaConfig, pair: Pair) -> None:
-    """Raises NotPaged where the attention that is named cannot be had here."""
-    if config.attention == "flex":
-        FlexAttention(config.kv_blocks or 0, config.block_size, pair.context_len, pair.device)
-    elif config.attention == "varlen":
-        VarlenAttention(pair.dtype, pair.device)
-
-
 def measure(name: str, mode: Mode, args: argparse.Namespace, rates: Rates) -> dict[str, float]:
     """All rounds of a mode, noted in it. What the pair's calibration has found."""
     pair = load_pair(mode.config)
@@ -168,7 +159,6 @@ def measure(name: str, mode: Mode, args: argparse.Namespace, rates: Rates) -> di
             for batch in args.batches
             for k in (0, *(lens if batch <= args.draft_batch_max else ()))
         ]
-        offered(mode.config, pair)
         replica = Replica(pair, mode.config)
         mode.attention = replica.spec.attention
         for request in requests[: args.alone]:
@@ -199,7 +189,7 @@ def attempt(name: str, mode: Mode, args: argparse.Namespace, rates: Rates) -> di
             about = measure(name, mode, args, rates)
             mode.state = "measured"
         except Exception as error:  # a kernel or its compiler may raise anything
-            mode.state = "left out" if isinstance(error, NotPaged) else "failed"
+            mode.state = "failed"
             mode.message = one_line(f"{type(error).__name__}: {error}")
             print(f"{name}: {mode.state}: {mode.message}", flush=True)
     texts = dict.fromkeys(one_line(str(each.message)) for each in shown)

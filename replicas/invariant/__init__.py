@@ -2,7 +2,7 @@
 
 from replicas.invariant.backend import HostBackend
 from replicas.invariant.check import ROWS, trial_length, what_changes_logits
-from replicas.invariant.device import CHUNK, chunked_attention, efficient_attention
+from replicas.invariant.device import CHUNK, chunked_attention
 from replicas.invariant.layout import GATHERED_MOST, SCORES_MOST, PassLayout
 from replicas.invariant.modules import NotDeterministic, compute_in_tiles
 from replicas.invariant.ops import COUNTS, TILE, Arithmetic, Product, can_prepack
@@ -24,7 +24,6 @@ __all__ = [
     "can_prepack",
     "chunked_attention",
     "compute_in_tiles",
-    "efficient_attention",
     "prove",
     "trial_length",
     "what_changes_logits",

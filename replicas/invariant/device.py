@@ -1,15 +1,13 @@
-"""Batch-invariant attention for `deterministic` models on a GPU, by fixed shapes.
+"""Batch-invariant attention for `deterministic` models on a device without Triton.
 
-A kernel chooses how to split its sums by the shape it is given. The memory-efficient kernel gives a
-block of queries to one thread block, which walks over the keys in blocks of one size; where it does
-not run, attention is computed in chunks of one shape by plain operations.
+A library's kernel chooses how to split its sums by the shape it is given, so attention is computed
+in chunks of one shape by plain operations.
 """
 
 from __future__ import annotations
 
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import pad
 
 from replicas.invariant.ops import TILE, in_tiles
 
@@ -19,31 +17,6 @@ _QUERIES = 16
 """Query tokens per tile of attention."""
 _ITEMS = 64
 """(row, KV head, chunk) items per batched product."""
-
-
-def efficient_attention(
-    query: torch.Tensor,  # [rows, heads, width, head_dim]
-    key: torch.Tensor,  # [rows, kv_heads, length, head_dim]
-    value: torch.Tensor,  # [rows, kv_heads, length, head_dim]
-    mask: torch.Tensor | None,  # [rows, 1, width, length], 0 or -inf; None: causal
-    scaling: float,
-) -> torch.Tensor:  # [rows, width, heads, head_dim]
-    """By the memory-efficient kernel alone, always with a mask and in whole chunks."""
-    rows, heads, width, dim = query.shape
-    kv_heads, length = key.shape[1:3]
-    group = heads // kv_heads
-    beyond = -length % CHUNK
-    mask = pad(_mask(mask, query, length), (0, beyond), value=-torch.inf)
-    folded = mask.expand(rows, group, -1, -1).reshape(rows, 1, group * width, length + beyond)
-    with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
-        out = scaled_dot_product_attention(
-            query.reshape(rows, kv_heads, group * width, dim),
-            pad(key, (0, 0, 0, beyond)),
-            pad(value, (0, 0, 0, beyond)),
-            attn_mask=folded.expand(-1, kv_heads, -1, -1),
-            scale=scaling,
-        )
-    return out.reshape(rows, heads, width, dim).transpose(1, 2)
 
 
 def chunked_attention(

@@ -58,6 +58,8 @@ class Arithmetic:
     def __str__(self) -> str:
         if not self.proven:
             return "sums may depend on the batch"
+        if self.tokens == (TILE,):
+            return f"one arithmetic: whole tiles of {TILE} tokens"
         padded = [str(size) for size in range(1, TILE) if self.padded(size) != size]
         sizes = f", {' '.join(padded)} tokens padded" if padded else ""
         return f"one arithmetic: tiles of {self.tile}, KV pieces of {self.piece}{sizes}"
@@ -96,10 +98,13 @@ class Product:
         x: torch.Tensor,  # [tokens, in]
         residual: torch.Tensor,  # [tokens, out]
     ) -> torch.Tensor:  # [tokens, out]
-        one_tile = self.tile is None or x.shape[0] <= self.tile
-        if one_tile and self.bias is None and self.packed is None:
-            return torch.addmm(residual, x, self.weight.t())
-        return self(x).add_(residual)
+        if self.bias is not None or self.packed is not None:
+            return self(x).add_(residual)
+        weight = self.weight.t()
+        if self.tile is None or x.shape[0] <= self.tile:
+            return torch.addmm(residual, x, weight)
+        tiles = zip(torch.split(residual, self.tile), torch.split(x, self.tile), strict=True)
+        return torch.cat([torch.addmm(own, tile, weight) for own, tile in tiles])
 
     def _one(self, x: torch.Tensor) -> torch.Tensor:
         if self.packed is None or x.dtype is not self.packed.dtype:

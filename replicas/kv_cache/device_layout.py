@@ -32,17 +32,19 @@ class DeviceWindow:
         reach: int,
         shape: CacheShape,
         cells: torch.Tensor | None = None,
+        lengths: torch.Tensor | None = None,
         causal: bool = False,
     ) -> None:
         """`reach`: KV positions that every row reads, known on the host; `cells`, [tokens], int64:
-        the tokens of the pass, of all cells if None; `causal`: all rows start at 0, and a query
-        sees what is up to it."""
+        the tokens of the pass, of all cells if None, and `lengths`, [rows], int64, how many of them
+        each row has; `causal`: all rows start at 0, and a query sees what is up to it."""
         self.table = table
         self.starts = starts
         self.width = width
         self.reach = reach
         self.shape = shape
         self.cells = cells
+        self._lengths = lengths
         self.causal = causal
         self.rows = table.shape[0]
         self.parts: list[tuple[torch.Tensor, DeviceWindow]] = []
@@ -52,6 +54,12 @@ class DeviceWindow:
     @property
     def tokens(self) -> int:
         return self.rows * self.width if self.cells is None else self.cells.shape[0]
+
+    @property
+    def padded(self) -> int:
+        """Tokens that the pass computes."""
+        tile = self.shape.tile
+        return -(-self.tokens // tile) * tile
 
     @property
     def positions_read(self) -> int:
@@ -64,16 +72,24 @@ class DeviceWindow:
         return self.starts[:, None] + torch.arange(self.width, device=self.table.device)
 
     @cached_property
-    def positions(self) -> torch.Tensor:  # [tokens], int64
-        return self._of_tokens(self.grid.clamp(0, self.shape.context_len - 1))
+    def runs(self) -> tuple[torch.Tensor, torch.Tensor]:  # [rows], int64, each
+        """The place of each row's first token among those of the pass, and how many it has."""
+        if self._lengths is not None:
+            return self._lengths.cumsum(0) - self._lengths, self._lengths
+        counts = torch.full_like(self.starts, self.width)
+        return torch.arange(self.rows, device=counts.device) * self.width, counts
 
     @cached_property
-    def slots(self) -> torch.Tensor:  # [tokens], int64
+    def positions(self) -> torch.Tensor:  # [padded tokens], int64
+        return self._of_all(self.grid.clamp(0, self.shape.context_len - 1))
+
+    @cached_property
+    def slots(self) -> torch.Tensor:  # [padded tokens], int64
         size, columns = self.shape.block_size, self.table.shape[1]
         column = torch.div(self.grid, size, rounding_mode="floor")
         block = self.table.gather(1, column.clamp(0, columns - 1))
         block = block.masked_fill((column < 0) | (column >= columns), SCRAP_BLOCK)
-        return self._of_tokens(block * size + self.grid % size)
+        return self._of_all(block * size + self.grid % size)
 
     @cached_property
     def blocks(self) -> torch.Tensor:  # [rows * blocks of the reach], int64
@@ -96,20 +112,26 @@ class DeviceWindow:
         )
 
     def unpack(self, x: torch.Tensor) -> torch.Tensor:  # [rows, width, ...]
-        """Put what the tokens have, [tokens, ...], into the grid; cells without a token are 0."""
+        """Put what the tokens have, [padded tokens, ...], into the grid; cells without a token are
+        0."""
+        x = x[: self.tokens]
         shape = (self.rows, self.width, *x.shape[1:])
         if self.cells is None:
             return x.view(shape)
         flat = x.new_zeros((self.rows * self.width, *x.shape[1:]))
         return flat.index_copy_(0, self.cells, x).view(shape)
 
-    def pack(self, grid: torch.Tensor) -> torch.Tensor:  # [tokens, ...]
+    def pack(self, grid: torch.Tensor) -> torch.Tensor:  # [padded tokens, ...]
         """Take what the tokens have out of the grid, [rows, width, ...]."""
-        return self._of_tokens(grid)
+        return self._of_all(grid)
 
-    def _of_tokens(self, grid: torch.Tensor) -> torch.Tensor:
+    def _of_all(self, grid: torch.Tensor) -> torch.Tensor:
+        """Padding is 0: the first position, and the scrap block."""
         flat = grid.flatten(0, 1)
-        return flat if self.cells is None else flat.index_select(0, self.cells)
+        if self.cells is not None:
+            flat = flat.index_select(0, self.cells)
+        more = self.padded - self.tokens
+        return torch.cat((flat, flat.new_zeros((more, *flat.shape[1:])))) if more else flat
 
 
 class DeviceLayout:
@@ -165,6 +187,7 @@ def device_ranges(
         reach,
         shape,
         upload(cells, torch.int64, table.device) if ragged else None,
+        upload([end - begin for begin, end in ranges], torch.int64, table.device),
         causal=not any(starts),
     )
     if any(starts) and not all(starts):

@@ -20,6 +20,8 @@ class CacheShape:
     heads: int
     kv_heads: int
     head_dim: int
+    tile: int = 1
+    """A pass on a device computes a multiple of so many tokens."""
 
 
 def passes(

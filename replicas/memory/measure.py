@@ -1,7 +1,7 @@
 """What the largest passes take on a GPU: they run on the loaded target, before its cache is made.
 
 All rows read the same few blocks: what a pass copies and computes does not depend on where its
-blocks lie. Attention gathers, which takes the most of all ways.
+blocks lie.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ from replicas.invariant import Arithmetic
 from replicas.kv_cache import SCRAP_BLOCK, CacheShape, PagedCache
 from replicas.memory.buffers import MeasurePasses, PassBytes, Workload
 from replicas.memory.shapes import ModelShape
-from replicas.models.attention import GatherBackend
+from replicas.models.attention import choose_attention
 from replicas.models.paged_model import NONE, PagedModel
 from replicas.sampling import SamplingBatch, choose
 from scheduler.messages import SamplingParams
 
+_BLOCKS = 8
+"""Of the cache: enough to choose an attention."""
 TOO_MUCH = 1 << 60
 """Bytes of a pass for which the device has no room."""
 _FILTERED = SamplingParams(temperature=100.0, top_k=10_000, top_p=0.9, min_p=0.01)
@@ -46,8 +48,9 @@ def measured_passes(
     """The passes of a workload, each kind measured once, with rows as long as the context."""
     sizes, device, block_size = ModelShape.of(target.config), target.device, config.block_size
     dims = (sizes.heads, sizes.kv_heads, sizes.head_dim)
-    kv = PagedCache(sizes.layers, *dims[1:], 1, block_size, target.dtype, device)
-    backend = GatherBackend(kv, CacheShape(block_size, context_len, *dims))
+    kv = PagedCache(sizes.layers, *dims[1:], _BLOCKS, block_size, target.dtype, device)
+    shape = CacheShape(block_size, context_len, *dims)
+    backend = choose_attention(kv, shape, config.attention_of(device))
     model = PagedModel(target, kv, backend, Arithmetic())
     columns = -(-context_len // block_size)
 

@@ -9,7 +9,8 @@ tolerance would do.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -28,18 +29,16 @@ from replicas.invariant import (
     RowFunction,
     chunked_attention,
     compute_in_tiles,
-    efficient_attention,
     prove,
     trial_length,
     what_changes_logits,
 )
 from replicas.kv_cache import CacheShape, PagedCache
 from replicas.memory import ModelShape
-from replicas.models.attention import GatherBackend, choose_attention
+from replicas.models.attention import GatherBackend, PagedBackend, choose_attention
 from replicas.models.decoder import JoinedDecoder, NotJoined
 from replicas.models.paged_model import ERROR_FLOOR, AttentionBackend, Output, PagedModel
 from replicas.models.reference import FINER, own_logits
-from scheduler.config import SchedulerConfig
 
 ERROR_RATIO_MOST = 4.0
 """Joined layers may be so many times as far from float64 as the model's own forward pass."""
@@ -83,10 +82,10 @@ def build(
         join, prepack = config.fuse_layers, prepack and on_host
         paged, layers = _usual(model, cache, of_cache, join, prepack, on_host, exact)
         if not on_host:
-            rows = config.plan_rows or SchedulerConfig().rows_max
-            choose_attention(paged, config.attention_of(model.device), of_cache, rows)
+            wanted = config.attention_of(model.device)
+            paged.backend = choose_attention(cache, of_cache, wanted)
     if paged is None or (deterministic and not paged.arithmetic.proven):
-        paged, layers = _in_tiles(model, cache, of_cache, on_host), "separate layers (in tiles)"
+        paged, layers = _in_tiles(model, cache, of_cache, config, on_host)
     built = f"{layers}; {paged.arithmetic}"
     _log.info("%s: %s", name, built)
     return paged, built
@@ -112,36 +111,59 @@ def computes_on_host(config: ReplicaConfig, device: torch.device) -> bool:
 
 
 def _in_tiles(
-    model: PreTrainedModel, cache: PagedCache, shape: CacheShape, on_host: bool
-) -> PagedModel:
-    """Deterministic, with an attention that is found to be so. Raises NotDeterministic."""
-    compute_in_tiles(model)
-    backends: list[AttentionBackend] = [HostBackend(cache, shape, Arithmetic())]
-    if not on_host:
-        ways = [chunked_attention]
-        if model.device.type == "cuda":
-            ways.insert(0, efficient_attention)
-        backends = [GatherBackend(cache, shape, way) for way in ways]
-    paged = PagedModel(model, cache, backends[0], Arithmetic())
+    model: PreTrainedModel,
+    cache: PagedCache,
+    shape: CacheShape,
+    config: ReplicaConfig,
+    on_host: bool,
+) -> tuple[PagedModel, str]:
+    """Deterministic: in passes of whole tiles, by the fastest way that is found to be so, and what
+    the layers are. Raises NotDeterministic."""
+    arithmetic = Arithmetic((TILE,), proven=True)
+    shape = replace(shape, tile=TILE)
+    differing: str | None = None
+    for join in (True, False):
+        decoder, layers = None, "separate layers (in tiles)"
+        if join:
+            # On a host a function of some rows may depend on where its threads divide them.
+            if on_host or not config.fuse_layers:
+                continue
+            decoder, layers = _joined(model, cache, shape, False, GatherBackend(cache, shape))
+            if decoder is None:
+                continue
+            for one in decoder.products:
+                one.tile = TILE
+        else:
+            compute_in_tiles(model)
+        for backend in _invariant_attention(cache, shape, config, on_host):
+            paged = PagedModel(model, cache, backend, arithmetic, decoder)
+            differing = _what_changes(paged)
+            if differing is None:
+                return paged, layers
+    raise NotDeterministic(f"{type(model).__name__}: logits change with {differing}")
+
+
+def _invariant_attention(
+    cache: PagedCache, shape: CacheShape, config: ReplicaConfig, on_host: bool
+) -> Iterator[AttentionBackend]:
+    if on_host:
+        yield HostBackend(cache, shape, Arithmetic((TILE,)))
+        return
+    backend = choose_attention(cache, shape, config.attention_of(cache.layers[0].device))
+    if isinstance(backend, PagedBackend):
+        yield backend
+    yield GatherBackend(cache, shape, chunked_attention, "chunked")
+
+
+def _what_changes(paged: PagedModel) -> str | None:
+    """What the model's logits change with, None with nothing."""
     trial_logits(paged)
+    shape, blocks_there = paged.backend.shape, paged.cache.blocks
     length = trial_length(CHUNK, shape.context_len)
-    columns = -(-length // shape.block_size)
-    blocks = min(columns, cache.blocks // ROWS)
+    blocks = min(-(-length // shape.block_size), blocks_there // ROWS)
     length = min(length, blocks * shape.block_size)
     table = torch.arange(1, 1 + ROWS * blocks, device=paged.device).view(ROWS, blocks)
-    differing: str | None = None
-    for backend in backends:
-        paged.backend = backend
-        try:
-            differing = what_changes_logits(paged, table, length)
-        except RuntimeError as error:  # no kernel for heads of this width, say
-            if backend is backends[-1]:
-                raise
-            differing = str(error)
-        if differing is None:
-            paged.arithmetic = Arithmetic(tuple(range(1, TILE + 1)), proven=True)
-            return paged
-    raise NotDeterministic(f"{type(paged.model).__name__}: logits change with {differing}")
+    return what_changes_logits(paged, table, length)
 
 
 def _usual(

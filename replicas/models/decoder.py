@@ -12,6 +12,7 @@ any module that is not known is left alone.
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -93,6 +94,8 @@ class _Layer:
         return self.activation(gate).mul_(up)
 
 
+_log = logging.getLogger("lockstep.replica")
+
 _Rotation = tuple[torch.Tensor, torch.Tensor]
 """Cosines and sines of each token."""
 _ROWS_MOST = 4 * TILE
@@ -132,6 +135,7 @@ class JoinedDecoder:
         signed = torch.cat((-self._sin[:, : self._dim // 2], self._sin[:, self._dim // 2 :]), -1)
         self._table = torch.stack((self._cos, signed), dim=1)  # [context_len, 2, rotated]
         self._layers = [self._joined(layer) for layer in body.layers]
+        self._kernels = _kernels(self._embedding) if self._half_rotation else None
 
     @property
     def products(self) -> list[Product]:
@@ -146,8 +150,9 @@ class JoinedDecoder:
         every = torch.arange(len(self._cos)).repeat(1 + _ROWS_MOST // len(self._cos))
 
         def rotated(qkv: torch.Tensor) -> torch.Tensor:
-            rotation = self._rotation(every[-qkv.shape[0] :])
-            return self._rotated(layer, qkv, rotation).flatten(1)
+            qkv = qkv.view(qkv.shape[0], self.stride, self._dim)
+            self._rotated(layer, qkv, self._rotation(every[-qkv.shape[0] :]))
+            return qkv.flatten(1)
 
         width = layer.gate_up.weight.shape[0]
         return [
@@ -178,16 +183,27 @@ class JoinedDecoder:
         """
         x = embedding(tokens, self._embedding)
         tapped = [x.clone()] if 0 in taps else []
-        rotation = self._rotation(positions)
+        kernels = self._kernels
+        rotation = self._rotation(positions) if kernels is None else None
         last = len(self._layers) - 1
         for index, layer in enumerate(self._layers):
-            qkv = self._rotated(layer, layer.qkv(layer.before_attention(x)), rotation)
-            fresh = qkv[:, self._heads :].view(-1, 2, self._kv_heads, self._dim)
-            self._cache.write(index, slots, fresh)
+            qkv = layer.qkv(layer.before_attention(x)).view(x.shape[0], self.stride, self._dim)
+            if rotation is None:
+                kernels.rotate_and_write(
+                    qkv, self._cache, index, slots, positions, self._table, layer.head_norm
+                )
+            else:
+                self._rotated(layer, qkv, rotation)
+                fresh = qkv[:, self._heads :].view(-1, 2, self._kv_heads, self._dim)
+                self._cache.write(index, slots, fresh)
             if fill and index == last and index + 1 not in taps:
                 break
             x = _added(x, attention(index, qkv, self._scaling), layer.out, layer.after_attention)
-            inner = layer.activated(layer.gate_up(layer.before_mlp(x)))
+            inner = layer.gate_up(layer.before_mlp(x))
+            if kernels is not None and layer.activation is silu:
+                inner = kernels.silu_times(inner)
+            else:
+                inner = layer.activated(inner)
             x = _added(x, inner, layer.down, layer.after_mlp)
             if index + 1 in taps:
                 tapped.append(x.clone())
@@ -205,13 +221,12 @@ class JoinedDecoder:
     def _rotated(
         self,
         layer: _Layer,
-        qkv: torch.Tensor,  # [tokens, (heads + 2 * kv_heads) * head_dim]
+        qkv: torch.Tensor,  # [tokens, heads + 2 * kv_heads, head_dim]
         rotation: _Rotation,
-    ) -> torch.Tensor:  # [tokens, heads + 2 * kv_heads, head_dim]
-        """Queries, keys and values, the first two rotated, in place."""
+    ) -> None:
+        """Rotate queries and keys, in place."""
         cos, sin = rotation
         heads, turned = self._heads, self._heads + self._kv_heads
-        qkv = qkv.view(qkv.shape[0], -1, self._dim)
         both = qkv[:, :turned]  # the heads that are rotated: queries, then keys
         if layer.head_norm is not None:
             weight, eps = layer.head_norm
@@ -221,7 +236,7 @@ class JoinedDecoder:
             swapped = halves.index_select(2, self._other_half)
             both.mul_(cos)
             halves.addcmul_(swapped, sin)
-            return qkv
+            return
         query, key = self._rotate(
             both[None, :, :heads].transpose(1, 2),
             both[None, :, heads:].transpose(1, 2),
@@ -230,7 +245,6 @@ class JoinedDecoder:
         )
         both[:, :heads] = query[0].transpose(0, 1)
         both[:, heads:] = key[0].transpose(0, 1)
-        return qkv
 
     def _joined(self, layer: Any) -> _Layer:
         attention, mlp = layer.self_attn, layer.mlp
@@ -277,6 +291,20 @@ class JoinedDecoder:
         low, high = x.chunk(2)
         by_halves = x * cos + torch.cat((-high, low)) * sin
         return bool(torch.equal(turned.view(-1), by_halves.view(-1)))
+
+
+def _kernels(like: torch.Tensor) -> Any:
+    """`replicas.kernels.layers` where it runs; None elsewhere."""
+    if not like.is_cuda:
+        return None
+    try:
+        from replicas.kernels import layers
+
+        layers.silu_times(like.new_zeros((1, 2)))
+    except Exception as error:  # a kernel's compiler may raise anything
+        _log.warning("layers: no Triton kernels: %s", error)
+        return None
+    return layers
 
 
 def _added(

@@ -26,7 +26,7 @@ from replicas.drafters.protocol import Ask, Drafter, DraftSource, Proposal, Seen
 from replicas.invariant import Arithmetic, HostBackend
 from replicas.kv_cache import SCRAP_BLOCK, CacheShape, PagedCache
 from replicas.memory import DraftMemory, MemoryPlan, ModelShape
-from replicas.models.attention import GatherBackend
+from replicas.models.attention import choose_attention
 from replicas.models.build import computes_on_host
 from replicas.models.load import PairRefused, dtype_of, resolve
 from replicas.models.paged_model import ALL, AttentionBackend
@@ -207,9 +207,11 @@ class HeadSource(DraftSource):
         shape = CacheShape(size, plan.pair.context_len, heads, kv_heads, dim)
         on_host = computes_on_host(config, device)
         cache = PagedCache(1, kv_heads, dim, plan.kv_blocks, size, target.dtype, device, on_host)
-        backend: AttentionBackend = GatherBackend(cache, shape)
+        backend: AttentionBackend
         if on_host:
             backend = HostBackend(cache, shape, Arithmetic())
+        else:
+            backend = choose_attention(cache, shape, config.attention_of(device))
         embeddings = target.get_input_embeddings().weight.detach()
         layer = HeadLayer(self.head, embeddings, cache, shape, backend, plan.prepack)
         passes: HeadLayer | GraphedModel = layer

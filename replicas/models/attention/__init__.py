@@ -2,15 +2,13 @@
 
 from replicas.models.attention.choice import AttentionRefused, choose_attention
 from replicas.models.attention.gather import GatherBackend, fused_attention
-from replicas.models.attention.paged import FlexAttention, NotPaged, PagedBackend, VarlenAttention
+from replicas.models.attention.paged import NotPaged, PagedBackend
 
 __all__ = [
     "AttentionRefused",
-    "FlexAttention",
     "GatherBackend",
     "NotPaged",
     "PagedBackend",
-    "VarlenAttention",
     "choose_attention",
     "fused_attention",
 ]

@@ -65,13 +65,17 @@ class DeviceLayouts:
 
 
 class GatherBackend(DeviceLayouts):
-    name: str = "gather"
     reads_apart: bool = False
 
     def __init__(
-        self, cache: PagedCache, shape: CacheShape, attend: AttendGathered = fused_attention
+        self,
+        cache: PagedCache,
+        shape: CacheShape,
+        attend: AttendGathered = fused_attention,
+        name: str = "gather",
     ) -> None:
         super().__init__(cache, shape)
+        self.name = name
         self._attend = attend
 
     def begin(self, layout: DeviceWindow, stride: int) -> LayerAttention:
@@ -81,10 +85,10 @@ class GatherBackend(DeviceLayouts):
             ways = [(places, self.begin(part, stride)) for places, part in layout.parts]
 
             def by_parts(layer: int, queries: torch.Tensor, scaling: float) -> torch.Tensor:
-                out = queries.new_empty(layout.tokens, heads * queries.shape[-1])
+                out = queries.new_zeros(layout.padded, heads * queries.shape[-1])
                 for places, way in ways:
                     own = queries.index_select(0, places)
-                    out.index_copy_(0, places, way(layer, own, scaling))
+                    out.index_copy_(0, places, way(layer, own, scaling)[: len(places)])
                 return out
 
             return by_parts

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn.attention import flex_attention
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -24,16 +23,16 @@ from replicas.drafters.eagle3.layer import HeadLayer
 from replicas.drafters.eagle3.weights import Head
 from replicas.invariant.device import chunked_attention
 from replicas.invariant.modules import compute_in_tiles
-from replicas.invariant.ops import Arithmetic
+from replicas.invariant.ops import TILE, Arithmetic
+from replicas.kernels import attention as kernels
 from replicas.kv_cache import BlockAllocator, CacheShape, PagedCache
-from replicas.models.attention import GatherBackend
-from replicas.models.attention.paged import FlexAttention, NotPaged, PagedBackend, VarlenAttention
+from replicas.models.attention import GatherBackend, PagedBackend
 from replicas.models.decoder import JoinedDecoder
-from replicas.models.paged_model import ATTENTION, PagedModel, fill
+from replicas.models.paged_model import ATTENTION, AttentionBackend, PagedModel, fill
 from tests.replicas.heads import TARGET_VOCAB, said
 from tests.tiny_pairs import ARCHITECTURES, random_model
 
-META, GPU = torch.device("meta"), torch.device("cuda")
+META = torch.device("meta")
 ROWS, BLOCKS, CONTEXT = 4, 64, 512
 
 
@@ -105,20 +104,23 @@ class Unwaited(TorchDispatchMode):
 def _without_values(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What looks at numbers as a model is loaded, before any step, is left out."""
     monkeypatch.setattr(torch, "equal", lambda *_: True)
-    # It knows no such device, and is compiled on a GPU: what counts is what it is given.
-    monkeypatch.setattr(flex_attention, "flex_attention", flex_on_meta)
-    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    for name in ("attend", "add_pieces"):
+        monkeypatch.setattr(kernels, name, OnMeta())
     with torch.inference_mode():
         yield
 
 
-def flex_on_meta(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, block_mask: Any, **_: Any
-) -> torch.Tensor:
-    seen = block_mask.mask_mod(*(torch.zeros(2, dtype=torch.int64, device=META),) * 4)
-    assert seen.dtype is torch.bool
-    assert block_mask.shape[-2:] == (query.shape[2], key.shape[2])
-    return query * (key.sum() + value.sum())
+class OnMeta:
+    """A kernel that is not launched: what counts is what it is given."""
+
+    def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., None]:
+        assert all(type(size) is int for size in grid)
+        return self
+
+    def __call__(self, *given: object, **sizes: object) -> None:
+        for one in given:
+            assert one.device == META if isinstance(one, torch.Tensor) else one is not None
+        assert not any(isinstance(one, torch.Tensor) for one in sizes.values())
 
 
 def model_on_meta(
@@ -129,28 +131,30 @@ def model_on_meta(
     tiled: bool = False,
 ) -> PagedModel:
     """A model without weights, as it is on a GPU."""
-    block_size = 256 if attention == "varlen" else 16
+    block_size = 16
     with META:
         model = random_model(architecture).to(dtype).eval().requires_grad_(False)
     model.set_attn_implementation(ATTENTION)
     config = model.config
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    shape = CacheShape(block_size, CONTEXT, heads, kv_heads, head_dim)
+    tile = TILE if tiled else 1
+    shape = CacheShape(block_size, CONTEXT, heads, kv_heads, head_dim, tile)
     cache = PagedCache(
         config.num_hidden_layers, kv_heads, head_dim, BLOCKS, block_size, dtype, META
     )
-    if tiled:
+    arithmetic = Arithmetic((TILE,)) if tiled else Arithmetic()
+    backend: AttentionBackend = GatherBackend(cache, shape)
+    if attention == "chunked":
+        backend = GatherBackend(cache, shape, chunked_attention, "chunked")
+    elif attention == "paged":
+        backend = PagedBackend(cache, shape)
+    decoder = JoinedDecoder(model, cache, CONTEXT, False) if join else None
+    if tiled and decoder is None:
         compute_in_tiles(model)
-        backend: Any = GatherBackend(cache, shape, chunked_attention)
-    elif attention == "flex":
-        backend = PagedBackend(cache, shape, FlexAttention(BLOCKS, block_size, CONTEXT, GPU))
-    elif attention == "varlen":
-        backend = PagedBackend(cache, shape, VarlenAttention(dtype, GPU))
-    else:
-        backend = GatherBackend(cache, shape)
-    decoder = JoinedDecoder(model, cache, CONTEXT, False) if join and not tiled else None
-    return PagedModel(model, cache, backend, Arithmetic(), decoder)
+    for one in decoder.products if decoder and tiled else ():
+        one.tile = TILE
+    return PagedModel(model, cache, backend, arithmetic, decoder)
 
 
 @pytest.mark.parametrize(
@@ -159,12 +163,13 @@ def model_on_meta(
         # What goes into the cache is made finite in float16.
         *((one, torch.float16, {"join": True}) for one in ARCHITECTURES),
         *((one, torch.bfloat16, {"join": False}) for one in ARCHITECTURES),
-        *((one, torch.bfloat16, {"tiled": True}) for one in ARCHITECTURES),
         *(
-            ("qwen3", torch.bfloat16, {"join": join, "attention": attention})
-            for attention in ("flex", "varlen")
+            (one, torch.bfloat16, {"tiled": True, "join": join, "attention": attention})
+            for one in ARCHITECTURES
             for join in (True, False)
+            for attention in ("chunked", "paged")
         ),
+        *(("qwen3", torch.bfloat16, {"join": join, "attention": "paged"}) for join in (True, False)),
     ],
     ids=str,
 )
@@ -172,10 +177,7 @@ def test_every_kind_of_pass_can_be_recorded(
     architecture: str, dtype: torch.dtype, more: dict[str, Any]
 ) -> None:
     """Through the standing tensors, as on a GPU."""
-    try:
-        model = model_on_meta(architecture, dtype, **more)
-    except NotPaged as error:
-        pytest.skip(str(error))
+    model = model_on_meta(architecture, dtype, **more)
     taps = (0, 1) if "attention" not in more else ()
     for width in (1, 4):
         kind = Kind(ROWS, width, 80 // model.backend.shape.block_size or 1)

@@ -1,0 +1,163 @@
+"""Attention over a paged cache as Triton kernels: nothing is gathered, each row reads its own KV.
+
+The keys of a row are cut into pieces of PIECE positions, always at the same ones. A piece is summed
+by itself, and pieces are added up in their order; what a query does not see adds exactly nothing.
+So a query's bits depend on its own row alone. With few queries the pieces run side by side and a
+second kernel adds them up (split keys, as in Dao et al., "Flash-Decoding", 2023); in a prefill one
+program goes through all of them.
+
+Queries that share a KV head are rows of one matrix. It has QUERIES rows in every pass, for a GPU
+multiplies matrices of other heights by other instructions.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+QUERIES = 64
+"""Rows of the matrix: query tokens times query heads per KV head."""
+KEYS = 64
+"""Positions that are multiplied at once."""
+PIECE = 256
+"""Positions whose weighted values are summed in one go."""
+_LEAST: tl.constexpr = tl.constexpr(-1e30)
+"""Below every score, and finite: differences to it are numbers."""
+
+
+@triton.jit
+def _added(best, total, mixed, own_best, own_total, own_mixed, column: tl.constexpr):  # type: ignore[no-untyped-def]
+    """What two pieces amount to: greatest score, sum of exponentials below it, values they weigh.
+    `column`: there are several queries."""
+    new_best = tl.maximum(best, own_best)
+    share, own_share = tl.exp2(best - new_best), tl.exp2(own_best - new_best)
+    new_total = total * share + own_total * own_share
+    if column:
+        share, own_share = share[:, None], own_share[:, None]
+    return new_best, new_total, mixed * share + own_mixed * own_share
+
+
+@triton.jit(do_not_specialize=["table_stride", "columns", "pieces", "folded"])
+def attend(  # type: ignore[no-untyped-def]
+    queries,  # [tokens, >= heads, dim], strided
+    cache,  # [blocks, BLOCK, 2, kv_heads, dim]: keys and values of a position
+    out,  # [tokens, heads, dim]; of pieces [rows, kv_heads, pieces, group * width, dim], float32
+    sums,  # of pieces [rows, kv_heads, pieces, group * width, 2], float32: best score and total
+    table,  # [rows, columns], int64
+    starts,  # [rows], int64: the position of each row's first query
+    firsts,  # [rows], int64: that query's place among the tokens
+    counts,  # [rows], int64: queries of each row
+    scale,  # of scores, to the base 2
+    token_stride,
+    head_stride,
+    table_stride,
+    columns,
+    pieces,
+    folded,  # group * width
+    GROUP: tl.constexpr,  # query heads per KV head
+    GROUP_ROWS: tl.constexpr,  # the same or more, a power of two
+    DIM: tl.constexpr,
+    DIMS: tl.constexpr,  # the same or more, a power of two
+    BLOCK: tl.constexpr,
+    QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
+    PIECE: tl.constexpr,
+    WHOLE: tl.constexpr,  # a program goes through all pieces of some queries
+):
+    row, head, third = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    kv_heads = tl.num_programs(1)
+    start, first, count = tl.load(starts + row), tl.load(firsts + row), tl.load(counts + row)
+    width: tl.constexpr = QUERIES // GROUP_ROWS
+    begin_column = third * width if WHOLE else 0
+    if begin_column >= count:
+        return
+    place = tl.arange(0, QUERIES)
+    column, member = begin_column + place // GROUP_ROWS, place % GROUP_ROWS
+    wanted = (column < count) & (member < GROUP)
+    # A position before the first, and a query that only pads, see the first.
+    last = tl.where(wanted, tl.maximum(start + column, 0), 0)
+    end = tl.minimum(tl.maximum(start + tl.minimum(count, begin_column + width), 1), columns * BLOCK)
+    number = tl.arange(0, DIMS)
+    real = number < DIM
+    heads = head * GROUP + member
+    source = queries + (first + column) * token_stride + heads * head_stride
+    query = tl.load(source[:, None] + number, mask=wanted[:, None] & real[None], other=0.0)
+
+    best = tl.full((QUERIES,), _LEAST, tl.float32)
+    total = tl.zeros((QUERIES,), tl.float32)
+    mixed = tl.zeros((QUERIES, DIMS), tl.float32)
+    position_stride = 2 * kv_heads * DIM
+    from_piece = 0 if WHOLE else third
+    to_piece = tl.cdiv(end, PIECE) if WHOLE else third + 1
+    if from_piece * PIECE >= end:
+        return
+    for piece in range(from_piece, to_piece):
+        own_best = tl.full((QUERIES,), _LEAST, tl.float32)
+        own_total = tl.zeros((QUERIES,), tl.float32)
+        own_mixed = tl.zeros((QUERIES, DIMS), tl.float32)
+        for key in range(piece * PIECE, tl.minimum(end, (piece + 1) * PIECE), KEYS):
+            position = key + tl.arange(0, KEYS)
+            inside = position < end
+            block = tl.load(table + row * table_stride + position // BLOCK, mask=inside, other=0)
+            slot = (block * BLOCK + position % BLOCK) * position_stride + head * DIM
+            both = inside[:, None] & real[None]
+            keys = tl.load(cache + slot[:, None] + number, mask=both, other=0.0)
+            scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * scale
+            scores = tl.where(position[None] <= last[:, None], scores, -float("inf"))
+            new_best = tl.maximum(own_best, tl.max(scores, 1))
+            weights = tl.exp2(scores - new_best[:, None])
+            share = tl.exp2(own_best - new_best)
+            own_total = own_total * share + tl.sum(weights, 1)
+            values = tl.load(cache + (slot + kv_heads * DIM)[:, None] + number, mask=both, other=0.0)
+            own_mixed = own_mixed * share[:, None]
+            own_mixed += tl.dot(weights.to(values.dtype), values, input_precision="ieee")
+            own_best = new_best
+        best, total, mixed = _added(best, total, mixed, own_best, own_total, own_mixed, True)
+
+    if WHOLE:
+        mixed = mixed / total[:, None]
+        goal = out + ((first + column) * kv_heads * GROUP + heads) * DIM
+        tl.store(goal[:, None] + number, mixed.to(out.dtype.element_ty), mask=wanted[:, None] & real[None])
+    else:
+        at = ((row * kv_heads + head) * pieces + third) * folded + column * GROUP + member
+        tl.store(sums + at * 2, best, mask=wanted)
+        tl.store(sums + at * 2 + 1, total, mask=wanted)
+        tl.store(out + at[:, None] * DIM + number, mixed, mask=wanted[:, None] & real[None])
+
+
+@triton.jit(do_not_specialize=["columns", "pieces", "folded"])
+def add_pieces(  # type: ignore[no-untyped-def]
+    parts,  # [rows, kv_heads, pieces, group * width, dim], float32
+    sums,  # [rows, kv_heads, pieces, group * width, 2], float32
+    out,  # [tokens, heads, dim]
+    starts,
+    firsts,
+    counts,
+    columns,
+    pieces,
+    folded,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    DIMS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PIECE: tl.constexpr,
+):
+    row, head, place = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    kv_heads = tl.num_programs(1)
+    start, first, count = tl.load(starts + row), tl.load(firsts + row), tl.load(counts + row)
+    column, member = place // GROUP, place % GROUP
+    if column >= count:
+        return
+    end = tl.minimum(tl.maximum(start + count, 1), columns * BLOCK)
+    number = tl.arange(0, DIMS)
+    real = number < DIM
+    best = tl.full((), _LEAST, tl.float32)
+    total = tl.zeros((), tl.float32)
+    mixed = tl.zeros((DIMS,), tl.float32)
+    for piece in range(0, tl.cdiv(end, PIECE)):
+        at = ((row * kv_heads + head) * pieces + piece) * folded + place
+        own_best, own_total = tl.load(sums + at * 2), tl.load(sums + at * 2 + 1)
+        own_mixed = tl.load(parts + at * DIM + number, mask=real, other=0.0)
+        best, total, mixed = _added(best, total, mixed, own_best, own_total, own_mixed, False)
+    goal = out + ((first + column) * kv_heads * GROUP + head * GROUP + member) * DIM
+    tl.store(goal + number, (mixed / total).to(out.dtype.element_ty), mask=real)
