@@ -27,8 +27,8 @@ def fingerprint(target: PagedModel, config: ReplicaConfig) -> str:
     digest = blake2b(digest_size=16)
     model, arithmetic, joined = target.model, target.arithmetic, target.decoder is not None
     computed = (dtype_name(config), config.deterministic, config.tensor_parallel)
-    computed += (target.backend.name,)
-    digest.update(repr((*computed, model.device.type, joined, arithmetic)).encode())
+    way = (model.device.type, target.backend.name, joined, arithmetic)
+    digest.update(repr((*computed, *way)).encode())
     for name, weight in chain(model.named_parameters(), model.named_buffers()):
         bits = _bits(weight)
         sums = (int(bits.sum(dtype=torch.int64)), int(bits[::7].sum(dtype=torch.int64)))

@@ -22,6 +22,8 @@ from torch.nn.functional import linear, pad
 
 TILE = 64
 """Tokens that weights are laid out for, and by which all other numbers of tokens are judged."""
+DEVICE_TILE = 128
+"""The same on a GPU, which multiplies so many tokens in the time that reading the weights takes."""
 COUNTS = (*range(1, TILE + 1), *range(TILE + 16, 4 * TILE + 1, 16))
 """Numbers of tokens that a CPU's passes have: for each a library makes kernels, and keeps them."""
 
@@ -58,8 +60,8 @@ class Arithmetic:
     def __str__(self) -> str:
         if not self.proven:
             return "sums may depend on the batch"
-        if self.tokens == (TILE,):
-            return f"one arithmetic: whole tiles of {TILE} tokens"
+        if len(self.tokens) == 1:
+            return f"one arithmetic: whole tiles of {self.tile} tokens"
         padded = [str(size) for size in range(1, TILE) if self.padded(size) != size]
         sizes = f", {' '.join(padded)} tokens padded" if padded else ""
         return f"one arithmetic: tiles of {self.tile}, KV pieces of {self.piece}{sizes}"

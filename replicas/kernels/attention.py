@@ -26,7 +26,7 @@ _LEAST: tl.constexpr = tl.constexpr(-1e30)
 
 
 @triton.jit
-def _added(best, total, mixed, own_best, own_total, own_mixed, column: tl.constexpr):  # type: ignore[no-untyped-def]
+def _added(best, total, mixed, own_best, own_total, own_mixed, column: tl.constexpr):
     """What two pieces amount to: greatest score, sum of exponentials below it, values they weigh.
     `column`: there are several queries."""
     new_best = tl.maximum(best, own_best)
@@ -38,7 +38,7 @@ def _added(best, total, mixed, own_best, own_total, own_mixed, column: tl.conste
 
 
 @triton.jit(do_not_specialize=["table_stride", "columns", "pieces", "folded"])
-def attend(  # type: ignore[no-untyped-def]
+def attend(
     queries,  # [tokens, >= heads, dim], strided
     cache,  # [blocks, BLOCK, 2, kv_heads, dim]: keys and values of a position
     out,  # [tokens, heads, dim]; of pieces [rows, kv_heads, pieces, group * width, dim], float32
@@ -76,7 +76,9 @@ def attend(  # type: ignore[no-untyped-def]
     wanted = (column < count) & (member < GROUP)
     # A position before the first, and a query that only pads, see the first.
     last = tl.where(wanted, tl.maximum(start + column, 0), 0)
-    end = tl.minimum(tl.maximum(start + tl.minimum(count, begin_column + width), 1), columns * BLOCK)
+    end = tl.minimum(
+        tl.maximum(start + tl.minimum(count, begin_column + width), 1), columns * BLOCK
+    )
     number = tl.arange(0, DIMS)
     real = number < DIM
     heads = head * GROUP + member
@@ -108,7 +110,9 @@ def attend(  # type: ignore[no-untyped-def]
             weights = tl.exp2(scores - new_best[:, None])
             share = tl.exp2(own_best - new_best)
             own_total = own_total * share + tl.sum(weights, 1)
-            values = tl.load(cache + (slot + kv_heads * DIM)[:, None] + number, mask=both, other=0.0)
+            values = tl.load(
+                cache + (slot + kv_heads * DIM)[:, None] + number, mask=both, other=0.0
+            )
             own_mixed = own_mixed * share[:, None]
             own_mixed += tl.dot(weights.to(values.dtype), values, input_precision="ieee")
             own_best = new_best
@@ -117,7 +121,11 @@ def attend(  # type: ignore[no-untyped-def]
     if WHOLE:
         mixed = mixed / total[:, None]
         goal = out + ((first + column) * kv_heads * GROUP + heads) * DIM
-        tl.store(goal[:, None] + number, mixed.to(out.dtype.element_ty), mask=wanted[:, None] & real[None])
+        tl.store(
+            goal[:, None] + number,
+            mixed.to(out.dtype.element_ty),
+            mask=wanted[:, None] & real[None],
+        )
     else:
         at = ((row * kv_heads + head) * pieces + third) * folded + column * GROUP + member
         tl.store(sums + at * 2, best, mask=wanted)
@@ -126,7 +134,7 @@ def attend(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["columns", "pieces", "folded"])
-def add_pieces(  # type: ignore[no-untyped-def]
+def add_pieces(
     parts,  # [rows, kv_heads, pieces, group * width, dim], float32
     sums,  # [rows, kv_heads, pieces, group * width, 2], float32
     out,  # [tokens, heads, dim]
@@ -154,7 +162,7 @@ def add_pieces(  # type: ignore[no-untyped-def]
     best = tl.full((), _LEAST, tl.float32)
     total = tl.zeros((), tl.float32)
     mixed = tl.zeros((DIMS,), tl.float32)
-    for piece in range(0, tl.cdiv(end, PIECE)):
+    for piece in range(tl.cdiv(end, PIECE)):
         at = ((row * kv_heads + head) * pieces + piece) * folded + place
         own_best, own_total = tl.load(sums + at * 2), tl.load(sums + at * 2 + 1)
         own_mixed = tl.load(parts + at * DIM + number, mask=real, other=0.0)

@@ -17,7 +17,7 @@ _INNER = 1024
 
 
 @triton.jit
-def _rotate(  # type: ignore[no-untyped-def]
+def _rotate(
     qkv,  # [tokens, heads + 2 * kv_heads, DIM]; the queries are rotated in place
     cache,  # [positions, 2, kv_heads, DIM]
     slots,  # [tokens], int64
@@ -61,13 +61,13 @@ def _rotate(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _finite(x):  # type: ignore[no-untyped-def]
+def _finite(x):
     """Within float16's range, 0 for what is no number."""
     return tl.where(x == x, tl.minimum(tl.maximum(x, -65504.0), 65504.0), 0.0)
 
 
 @triton.jit
-def _activate(  # type: ignore[no-untyped-def]
+def _activate(
     gate_up,  # [tokens, 2 * inner]
     out,  # [tokens, inner]
     inner,

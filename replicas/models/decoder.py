@@ -135,7 +135,8 @@ class JoinedDecoder:
         signed = torch.cat((-self._sin[:, : self._dim // 2], self._sin[:, self._dim // 2 :]), -1)
         self._table = torch.stack((self._cos, signed), dim=1)  # [context_len, 2, rotated]
         self._layers = [self._joined(layer) for layer in body.layers]
-        self._kernels = _kernels(self._embedding) if self._half_rotation else None
+        self.kernels = _kernels(self._embedding) if self._half_rotation else None
+        """`replicas.kernels.layers` where it runs; else torch's operations are."""
 
     @property
     def products(self) -> list[Product]:
@@ -183,16 +184,17 @@ class JoinedDecoder:
         """
         x = embedding(tokens, self._embedding)
         tapped = [x.clone()] if 0 in taps else []
-        kernels = self._kernels
-        rotation = self._rotation(positions) if kernels is None else None
+        kernels = self.kernels
+        rotation = None if kernels else self._rotation(positions)
         last = len(self._layers) - 1
         for index, layer in enumerate(self._layers):
             qkv = layer.qkv(layer.before_attention(x)).view(x.shape[0], self.stride, self._dim)
-            if rotation is None:
+            if kernels:
                 kernels.rotate_and_write(
                     qkv, self._cache, index, slots, positions, self._table, layer.head_norm
                 )
             else:
+                assert rotation is not None
                 self._rotated(layer, qkv, rotation)
                 fresh = qkv[:, self._heads :].view(-1, 2, self._kv_heads, self._dim)
                 self._cache.write(index, slots, fresh)
@@ -200,7 +202,7 @@ class JoinedDecoder:
                 break
             x = _added(x, attention(index, qkv, self._scaling), layer.out, layer.after_attention)
             inner = layer.gate_up(layer.before_mlp(x))
-            if kernels is not None and layer.activation is silu:
+            if kernels and layer.activation is silu:
                 inner = kernels.silu_times(inner)
             else:
                 inner = layer.activated(inner)
@@ -294,7 +296,6 @@ class JoinedDecoder:
 
 
 def _kernels(like: torch.Tensor) -> Any:
-    """`replicas.kernels.layers` where it runs; None elsewhere."""
     if not like.is_cuda:
         return None
     try:

@@ -51,7 +51,6 @@ def test_the_tiny_shape_runs_from_a_plain_checkout_and_says_what_it_should(tmp_p
     figures_file = tmp_path / "new" / "figures.json"
     options = ["--shape", "tiny", "--device", "cpu", "--dtype", "bfloat16"]
     options += ["--batches", "1", "3", "--json", str(figures_file)]
-    options += ["--attention", "gather", "varlen-256"]
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_CLUSTER, *options],
         cwd=ROOT,
@@ -62,13 +61,11 @@ def test_the_tiny_shape_runs_from_a_plain_checkout_and_says_what_it_should(tmp_p
         timeout=300,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert "varlen-256: left out: NotPaged: varlen attention needs a GPU" in done.stdout
     written = json.loads(figures_file.read_text())
     states = {mode: said["state"] for mode, said in written["modes"].items()}
-    assert states.pop("varlen-256") == "left out"
     assert list(states) == ["plain", "transformers", *OURS[1:]]
     assert set(states.values()) == {"measured"}
-    assert written["modes"]["gather"]["attention"] == "gather"
+    assert written["modes"]["plain"]["attention"] == "gather"
     assert written["follows"] == pytest.approx(0.7, abs=0.05)
     assert written["copy_gb_per_s"] > 0
     ran = {(run["mode"], run["batch"], run["draft_len"]): run for run in written["runs"]}
@@ -91,7 +88,7 @@ def test_the_tiny_shape_runs_from_a_plain_checkout_and_says_what_it_should(tmp_p
             assert run["prefill_tokens_per_s"] > 0
 
 
-OURS = ("plain", "head", "gather", "deterministic", "deterministic head")
+OURS = ("plain", "head", "deterministic", "deterministic head")
 SMALL = ["--shape", "tiny", "--device", "cpu", "--batches", "1", "--new-tokens", "4"]
 SMALL += ["--alone", "2"]
 
@@ -111,22 +108,21 @@ def test_a_mode_that_fails_is_told_keeps_what_it_had_and_the_others_run(
         return pair
 
     def run(replica: Replica, *args: Any) -> Any:
-        if replica.spec.attention == "gather" and args[-1] and len(alive) == 4:
+        if args[-1] and len(alive) == 4:
             raise torch.OutOfMemoryError("out of memory:\n  a | b")
         return lockstep(replica, *args)
 
     monkeypatch.setattr(runs, "load_pair", loaded)
     monkeypatch.setattr(runs, "lockstep", run)
-    asked = [*SMALL, "--attention", "gather", "--json", str(figures_file)]
-    assert gpu.main(asked) == 1
+    assert gpu.main([*SMALL, "--json", str(figures_file)]) == 1
     written = json.loads(figures_file.read_text())
     states = {mode: said["state"] for mode, said in written["modes"].items()}
-    assert [mode for mode, state in states.items() if state != "measured"] == ["gather"]
-    assert written["modes"]["gather"]["message"] == "OutOfMemoryError: out of memory: a | b"
+    assert [mode for mode, state in states.items() if state != "measured"] == ["deterministic"]
+    assert written["modes"]["deterministic"]["message"] == "OutOfMemoryError: out of memory: a | b"
     assert "OutOfMemoryError: out of memory: a \\| b" in capsys.readouterr().out
     done = {(run["mode"], run["draft_len"]) for run in written["runs"]}
-    assert {(mode, k) for mode in ("plain", "head", "deterministic") for k in (0, 3)} <= done
-    assert ("gather", 3) not in done
+    assert {(mode, k) for mode in ("plain", "head", "deterministic head") for k in (0, 3)} <= done
+    assert ("deterministic", 3) not in done
     gc.collect()
     assert not any(one() for one in alive)
 
@@ -146,22 +142,6 @@ def test_a_run_that_is_cut_off_leaves_the_modes_that_it_had(
     assert states.pop("plain") == "measured"
     assert set(states.values()) == {"waiting"}
     assert {run["mode"] for run in written["runs"]} == {"plain"}
-
-
-@pytest.mark.parametrize(("failing", "status"), [("plain", 1), ("gather", 0), (None, 0)])
-def test_kinds_of_attention_that_nobody_named_may_fail(
-    monkeypatch: pytest.MonkeyPatch, failing: str | None, status: int
-) -> None:
-    def attempted(name: str, mode: Mode, *_: Any) -> dict[str, float]:
-        mode.state = "failed" if name == failing else "measured"
-        return {}
-
-    config = ReplicaConfig(target="tiny")
-    monkeypatch.setattr(gpu, "attempt", attempted)
-    monkeypatch.setattr(
-        gpu, "modes_of", lambda *_: {name: Mode(config) for name in ("plain", "gather")}
-    )
-    assert gpu.main(SMALL) == status
 
 
 def test_steps_that_run_unrecorded_are_told_by_the_warning_that_replicas_give(

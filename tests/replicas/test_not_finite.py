@@ -84,7 +84,7 @@ def test_a_prefill_in_chunks_leaves_only_numbers(chunk: int) -> None:
 @pytest.mark.parametrize("ragged", [False, True])
 def test_a_row_without_a_next_token_fails_and_the_others_go_on(fused: bool, ragged: bool) -> None:
     client = Overflowing(deterministic=not fused, fuse_layers=fused)
-    assert (client.replica.target.decoder is not None) == fused
+    assert (client.models[0].decoder is not None) == fused
     client.prefill(a=[5, 9, BEYOND], b=INNOCENT["b"], c=INNOCENT["c"])
     with pytest.raises(NotFinite, match="row 1: the logits after 3 tokens"):
         client.two_steps(3, "cab", ragged)

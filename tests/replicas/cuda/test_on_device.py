@@ -151,7 +151,7 @@ def model_on_meta(
         backend = PagedBackend(cache, shape)
     decoder = JoinedDecoder(model, cache, CONTEXT, False) if join else None
     if tiled and decoder is None:
-        compute_in_tiles(model)
+        compute_in_tiles(model, TILE)
     for one in decoder.products if decoder and tiled else ():
         one.tile = TILE
     return PagedModel(model, cache, backend, arithmetic, decoder)
@@ -169,7 +169,10 @@ def model_on_meta(
             for join in (True, False)
             for attention in ("chunked", "paged")
         ),
-        *(("qwen3", torch.bfloat16, {"join": join, "attention": "paged"}) for join in (True, False)),
+        *(
+            ("qwen3", torch.bfloat16, {"join": join, "attention": "paged"})
+            for join in (True, False)
+        ),
     ],
     ids=str,
 )

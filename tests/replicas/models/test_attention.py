@@ -7,7 +7,7 @@ On a CPU Triton interprets them, one program after the other.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import pytest

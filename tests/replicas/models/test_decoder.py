@@ -13,6 +13,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from replicas.config import ReplicaConfig
+from replicas.kv_cache import PagedCache
+from replicas.models.build import build, trial_logits
 from replicas.models.paged_model import ERROR_FLOOR
 from replicas.models.reference import own_logits
 from tests.replicas.built import Rows, built, uneven_model, with_massive_activations
@@ -37,6 +40,38 @@ def test_logits_over_the_paged_cache_are_the_models_own(architecture: str, join:
         truth = own_logits(plain, tokens[:length], torch.float64)
         assert error(logits, truth) <= ERROR_FLOOR[torch.float32]
         assert error(own_logits(plain, tokens[:length]), truth) <= ERROR_FLOOR[torch.float32]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+def test_a_gpus_kernels_compute_what_the_operations_do(architecture: str) -> None:
+    """On a CPU Triton interprets them. Qwen3 has norms of heads."""
+    layers = pytest.importorskip("replicas.kernels.layers")
+    config = ReplicaConfig(block_size=4, device="cpu", graphs="on")
+    with torch.inference_mode():
+        paged, _ = build(uneven_model(architecture), "tiny", config, 20, 64, False)
+        expected = trial_logits(paged)
+        keys = [layer.clone() for layer in paged.cache.layers]
+        assert paged.decoder is not None
+        paged.decoder.kernels = layers
+        paged.cache.clear()
+        got = trial_logits(paged)
+    assert error(got, expected) <= ERROR_FLOOR[torch.float32]
+    for one, other in zip(keys, paged.cache.layers, strict=True):
+        assert other.abs().max() > 0
+        assert torch.allclose(one[1:], other[1:], atol=1e-5)
+
+
+def test_they_write_only_numbers_into_a_cache_in_float16() -> None:
+    layers = pytest.importorskip("replicas.kernels.layers")
+    cache = PagedCache(1, 2, 8, 3, 4, torch.float16, torch.device("cpu"))
+    qkv = torch.ones(2, 8, 8, dtype=torch.float16)
+    qkv[0, 5, 3], qkv[1, 7, 0], qkv[1, 6, 6] = torch.nan, torch.inf, -torch.inf
+    places = torch.tensor([4, 9])
+    table = torch.ones(16, 2, 8, dtype=torch.float16)
+    layers.rotate_and_write(qkv, cache, 0, places, places, table, None)
+    (layer,) = cache.layers
+    assert layer.isfinite().all()
+    assert layer.flatten(0, 1)[places].count_nonzero() == 2 * 2 * 2 * 8 - 2  # NaN spoils two
 
 
 def test_layers_are_joined_where_the_models_own_error_is_as_large() -> None:
