@@ -12,17 +12,15 @@ from replicas.models.build import trial_logits
 from replicas.models.load import dtype_name
 from replicas.models.paged_model import PagedModel
 
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integers of so many bytes."""
-
 
 def fingerprint(target: PagedModel, config: ReplicaConfig) -> str:
     """A hash of the target's weights, the dtype and what else changes the bits of its logits.
 
-    Of each weight the sum of its bits is taken, so that a large model costs one reading of it. The
-    rates of its rotations are no weights, but come from the config that lies beside them. Where a
-    token's bits depend on its row alone, those of a few tokens are in it, too: they tell how the
-    layers compute, and on which processor and library.
+    Of each weight the sum of its bits is taken, so that a large model costs one reading of it; in
+    words of eight bytes, for of narrower ones torch would make a copy in 64 bits. The rates of its
+    rotations are no weights, but come from the config that lies beside them. Where a token's bits
+    depend on its row alone, those of a few tokens are in it, too: they tell how the layers compute,
+    and on which processor and library.
     """
     digest = blake2b(digest_size=16)
     model, arithmetic, joined = target.model, target.arithmetic, target.decoder is not None
@@ -30,13 +28,15 @@ def fingerprint(target: PagedModel, config: ReplicaConfig) -> str:
     way = (model.device.type, target.backend.name, joined, arithmetic)
     digest.update(repr((*computed, *way)).encode())
     for name, weight in chain(model.named_parameters(), model.named_buffers()):
-        bits = _bits(weight)
-        sums = (int(bits.sum(dtype=torch.int64)), int(bits[::7].sum(dtype=torch.int64)))
+        bits = _bytes(weight)
+        whole = bits[: len(bits) // 8 * 8].view(torch.int64)
+        sums = tuple(int(one.sum()) for one in (whole, whole[::7], bits[8 * len(whole) :]))
         digest.update(repr((name, tuple(weight.shape), sums)).encode())
     if arithmetic.proven:
-        digest.update(_bits(trial_logits(target)).cpu().numpy().tobytes())
+        digest.update(_bytes(trial_logits(target)).cpu().numpy().tobytes())
     return digest.hexdigest()
 
 
-def _bits(x: torch.Tensor) -> torch.Tensor:
-    return x.detach().contiguous().view(_BITS[x.element_size()]).flatten()
+def _bytes(x: torch.Tensor) -> torch.Tensor:  # [bytes], uint8
+    flat = x.detach().contiguous().flatten().view(torch.uint8)
+    return flat.clone() if flat.storage_offset() % 8 else flat

@@ -100,6 +100,8 @@ class Replica:
             arithmetic=built,
             fingerprint=fingerprint(target, config),
         )
+        if pair.device.type == "cuda":
+            torch.cuda.empty_cache()  # what loading took is there for others again
 
     @classmethod
     def load(cls, config: ReplicaConfig) -> Replica:

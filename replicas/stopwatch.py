@@ -11,7 +11,7 @@ import torch
 
 
 class Stopwatch:
-    """Adds up seconds per section. On a GPU read `seconds` only after a synchronisation."""
+    """Adds up seconds per section."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
@@ -33,5 +33,9 @@ class Stopwatch:
             self._wall[name] += time.perf_counter() - begun_s
 
     def seconds(self, name: str) -> float:
-        on_device_ms = sum(begin.elapsed_time(end) for begin, end in self._events[name])
-        return self._wall[name] + float(on_device_ms) / 1000.0
+        """Waits for what a GPU has not done yet: an event that lies ahead has no time."""
+        on_device_ms = 0.0
+        for begin, end in self._events[name]:
+            end.synchronize()
+            on_device_ms += begin.elapsed_time(end)
+        return self._wall[name] + on_device_ms / 1000.0

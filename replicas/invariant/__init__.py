@@ -5,13 +5,12 @@ from replicas.invariant.check import ROWS, trial_length, what_changes_logits
 from replicas.invariant.device import CHUNK, chunked_attention
 from replicas.invariant.layout import GATHERED_MOST, SCORES_MOST, PassLayout
 from replicas.invariant.modules import NotDeterministic, compute_in_tiles
-from replicas.invariant.ops import COUNTS, DEVICE_TILE, TILE, Arithmetic, Product, can_prepack
+from replicas.invariant.ops import COUNTS, TILE, Arithmetic, Product, can_prepack
 from replicas.invariant.proof import RowFunction, prove
 
 __all__ = [
     "CHUNK",
     "COUNTS",
-    "DEVICE_TILE",
     "GATHERED_MOST",
     "ROWS",
     "SCORES_MOST",

@@ -1,8 +1,8 @@
 """A model whose every layer computes in tiles of one fixed shape: batch-invariant in any dtype.
 
-Linear layers, norms and activations see tiles of so many tokens, the last one padded; a token's
-result then depends on the token and the weights, not on how many there are. That holds if, within
-one shape, a row's result does not depend on its place in the tile, which kernels do not promise:
+Linear layers, norms and activations see tiles of TILE tokens, the last one padded; a token's result
+then depends on the token and the weights, not on how many there are. That holds if, within one
+shape, a row's result does not depend on its place in the tile, which kernels do not promise:
 `check` measures it on the loaded model, bit for bit.
 
 This is `deterministic` in bfloat16 and float16, and on a GPU. On a CPU in float32 the proof at load
@@ -21,15 +21,15 @@ from torch import nn
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
-from replicas.invariant.ops import in_tiles
+from replicas.invariant.ops import TILE, in_tiles
 
 
 class NotDeterministic(ValueError):
     """The model cannot be made batch-invariant here; the message says what stands against it."""
 
 
-def compute_in_tiles(model: PreTrainedModel, tile: int) -> None:
-    """Give the model's layers forward passes in tiles of so many tokens.
+def compute_in_tiles(model: PreTrainedModel) -> None:
+    """Give the model's layers forward passes in tiles.
 
     Raises NotDeterministic for a model with layers that are not row-wise.
     """
@@ -38,7 +38,7 @@ def compute_in_tiles(model: PreTrainedModel, tile: int) -> None:
         if isinstance(module, nn.Embedding) or next(module.children(), None) is not None:
             continue
         if "RotaryEmbedding" in type(module).__name__:
-            module.forward = _tiled_rotary(module.forward, tile)
+            module.forward = _tiled_rotary(module.forward)
             continue
         arguments = inspect.signature(module.forward).parameters
         if len(arguments) != 1:
@@ -46,15 +46,13 @@ def compute_in_tiles(model: PreTrainedModel, tile: int) -> None:
                 f"{name}: {type(module).__name__} takes {', '.join(arguments)}; only layers that"
                 " treat each token for itself can be deterministic"
             )
-        module.forward = _tiled_layer(module, hidden, tile)
+        module.forward = _tiled_layer(module, hidden)
 
 
-def _tiled_layer(
-    module: nn.Module, hidden: int, tile: int
-) -> Callable[[torch.Tensor], torch.Tensor]:
+def _tiled_layer(module: nn.Module, hidden: int) -> Callable[[torch.Tensor], torch.Tensor]:
     plain = module.forward
     weight: torch.Tensor | None = getattr(module, "weight", None)
-    rows = tile
+    rows = TILE
     if weight is not None and weight.dim() == 1:
         # A norm of single heads sees many rows per token: as many per tile as fill a token's width.
         rows *= max(1, hidden // weight.shape[0])
@@ -65,15 +63,15 @@ def _tiled_layer(
     return forward
 
 
-def _tiled_rotary(plain: Callable[..., Any], tile: int) -> Callable[..., Any]:
+def _tiled_rotary(plain: Callable[..., Any]) -> Callable[..., Any]:
     """Sines and cosines of a tile of positions at a time."""
 
     def forward(
         x: torch.Tensor, position_ids: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:  # each [rows, width, dim]
         flat = position_ids.reshape(-1)
-        padded = pad(flat, (0, -flat.shape[0] % tile))
-        parts = [plain(x, part[None], *args, **kwargs) for part in torch.split(padded, tile)]
+        padded = pad(flat, (0, -flat.shape[0] % TILE))
+        parts = [plain(x, part[None], *args, **kwargs) for part in torch.split(padded, TILE)]
         cos, sin = (torch.cat(tables, dim=1) for tables in zip(*parts, strict=True))
         shape = (*position_ids.shape, cos.shape[-1])
         return cos[0, : flat.shape[0]].view(shape), sin[0, : flat.shape[0]].view(shape)

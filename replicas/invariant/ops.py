@@ -22,8 +22,6 @@ from torch.nn.functional import linear, pad
 
 TILE = 64
 """Tokens that weights are laid out for, and by which all other numbers of tokens are judged."""
-DEVICE_TILE = 128
-"""The same on a GPU, which multiplies so many tokens in the time that reading the weights takes."""
 COUNTS = (*range(1, TILE + 1), *range(TILE + 16, 4 * TILE + 1, 16))
 """Numbers of tokens that a CPU's passes have: for each a library makes kernels, and keeps them."""
 

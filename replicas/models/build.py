@@ -20,7 +20,6 @@ from replicas.config import ReplicaConfig
 from replicas.invariant import (
     CHUNK,
     COUNTS,
-    DEVICE_TILE,
     ROWS,
     TILE,
     Arithmetic,
@@ -120,9 +119,8 @@ def _in_tiles(
 ) -> tuple[PagedModel, str]:
     """Deterministic: in passes of whole tiles, by the fastest way that is found to be so, and what
     the layers are. Raises NotDeterministic."""
-    tile = TILE if on_host else DEVICE_TILE
-    arithmetic = Arithmetic((tile,), proven=True)
-    shape = replace(shape, tile=tile)
+    arithmetic = Arithmetic((TILE,), proven=True)
+    shape = replace(shape, tile=TILE)
     differing: str | None = None
     for join in (True, False):
         decoder, layers = None, "separate layers (in tiles)"
@@ -134,9 +132,9 @@ def _in_tiles(
             if decoder is None:
                 continue
             for one in decoder.products:
-                one.tile = tile
+                one.tile = TILE
         else:
-            compute_in_tiles(model, tile)
+            compute_in_tiles(model)
         for backend in _invariant_attention(cache, shape, config, on_host):
             paged = PagedModel(model, cache, backend, arithmetic, decoder)
             differing = _what_changes(paged)
@@ -149,7 +147,7 @@ def _invariant_attention(
     cache: PagedCache, shape: CacheShape, config: ReplicaConfig, on_host: bool
 ) -> Iterator[AttentionBackend]:
     if on_host:
-        yield HostBackend(cache, shape, Arithmetic((shape.tile,)))
+        yield HostBackend(cache, shape, Arithmetic((TILE,)))
         return
     backend = choose_attention(cache, shape, config.attention_of(cache.layers[0].device))
     if isinstance(backend, PagedBackend):

@@ -29,6 +29,7 @@ from replicas.kv_cache import BlockAllocator, CacheShape, PagedCache
 from replicas.models.attention import GatherBackend, PagedBackend
 from replicas.models.decoder import JoinedDecoder
 from replicas.models.paged_model import ATTENTION, AttentionBackend, PagedModel, fill
+from replicas.stopwatch import Stopwatch
 from tests.replicas.heads import TARGET_VOCAB, said
 from tests.tiny_pairs import ARCHITECTURES, random_model
 
@@ -151,7 +152,7 @@ def model_on_meta(
         backend = PagedBackend(cache, shape)
     decoder = JoinedDecoder(model, cache, CONTEXT, False) if join else None
     if tiled and decoder is None:
-        compute_in_tiles(model, TILE)
+        compute_in_tiles(model)
     for one in decoder.products if decoder and tiled else ():
         one.tile = TILE
     return PagedModel(model, cache, backend, arithmetic, decoder)
@@ -246,6 +247,35 @@ def test_prefill_waits_for_no_copy(lengths: list[int], cached: int) -> None:
         ranges = [(cached * (row % 2), length) for row, length in enumerate(lengths)]
         fill(model, contents, ranges, table, 48)
     assert mode.sent > 3
+
+
+def test_a_section_that_still_runs_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A head takes in hidden states after the step's last look at the device."""
+
+    class Event:
+        reached = False
+
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            pass
+
+        def synchronize(self) -> None:
+            self.reached = True
+
+        def elapsed_time(self, end: Event) -> float:
+            if not end.reached:
+                raise RuntimeError("CUDA error: device not ready")
+            return 250.0
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    watch = Stopwatch(torch.device("cuda"))
+    for _ in range(2):
+        with watch.section("verify"):
+            pass
+    assert watch.seconds("verify") == 0.5
+    assert watch.seconds("draft") == 0.0
 
 
 def test_a_copy_that_waits_is_found() -> None:
