@@ -304,7 +304,8 @@ class Replica:
                 total_s=perf_counter() - start,
             ),
             kv_positions_own=own,
-            kv_positions_read=read,
+            # A recorded pass knows no lengths; the kernel reads each row to its own end.
+            kv_positions_read=own if self.spec.attention == "paged" else read,
         )
 
     def _ready(self, row: StepRow, steps: int) -> Resident:

@@ -1,4 +1,4 @@
-"""Batch-invariant attention for `deterministic` models on a device without Triton.
+"""Batch-invariant attention for `deterministic` models where the kernels do not run.
 
 A library's kernel chooses how to split its sums by the shape it is given, so attention is computed
 in chunks of one shape by plain operations.

@@ -5,9 +5,9 @@ then depends on the token and the weights, not on how many there are. That holds
 shape, a row's result does not depend on its place in the tile, which kernels do not promise:
 `check` measures it on the loaded model, bit for bit.
 
-This is `deterministic` in bfloat16 and float16, and on a GPU. On a CPU in float32 the proof at load
-makes it needless. The idea of invariant kernels is that of He et al., "Defeating Nondeterminism in
-LLM Inference" (2025); tiles of whole library calls replace kernels of one's own.
+This is `deterministic` where layers are not joined, and on a CPU but for float32, where the proof
+at load makes it needless. The idea of invariant kernels is that of He et al., "Defeating
+Nondeterminism in LLM Inference" (2025); tiles of whole library calls replace kernels of one's own.
 """
 
 from __future__ import annotations

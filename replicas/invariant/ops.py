@@ -32,7 +32,7 @@ class Arithmetic:
 
     tokens: tuple[int, ...] = ()
     """Numbers of tokens, rising, that a product may see; none: all. The last one is what it sees at
-    most: a tile."""
+    most: a tile. Where there is no other, passes are whole tiles."""
     query_unit: int = 4
     """The queries of one attention product are a multiple of it."""
     one_unit: bool = False

@@ -1,10 +1,10 @@
 """Attention over a paged cache as Triton kernels: nothing is gathered, each row reads its own KV.
 
-The keys of a row are cut into pieces of PIECE positions, always at the same ones. A piece is summed
-by itself, and pieces are added up in their order; what a query does not see adds exactly nothing.
-So a query's bits depend on its own row alone. With few queries the pieces run side by side and a
-second kernel adds them up (split keys, as in Dao et al., "Flash-Decoding", 2023); in a prefill one
-program goes through all of them.
+The keys of a row are cut into pieces of so many positions, always at the same ones. A piece is
+summed by itself, and pieces are added up in their order; what a query does not see adds exactly
+nothing. So a query's bits depend on its own row alone. With few queries the pieces run side by side
+and a second kernel adds them up (split keys, as in Dao et al., "Flash-Decoding", 2023); in a
+prefill one program goes through all of them.
 
 Queries that share a KV head are rows of one matrix. It has QUERIES rows in every pass, for a GPU
 multiplies matrices of other heights by other instructions.
@@ -19,8 +19,6 @@ QUERIES = 64
 """Rows of the matrix: query tokens times query heads per KV head."""
 KEYS = 64
 """Positions that are multiplied at once."""
-PIECE = 256
-"""Positions whose weighted values are summed in one go."""
 _LEAST: tl.constexpr = tl.constexpr(-1e30)
 """Below every score, and finite: differences to it are numbers."""
 
@@ -61,10 +59,10 @@ def attend(
     BLOCK: tl.constexpr,
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
-    PIECE: tl.constexpr,
+    PIECE: tl.constexpr,  # positions whose weighted values are summed in one go
     WHOLE: tl.constexpr,  # a program goes through all pieces of some queries
 ):
-    row, head, third = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row, head, third = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     kv_heads = tl.num_programs(1)
     start, first, count = tl.load(starts + row), tl.load(firsts + row), tl.load(counts + row)
     width: tl.constexpr = QUERIES // GROUP_ROWS
@@ -105,7 +103,8 @@ def attend(
             both = inside[:, None] & real[None]
             keys = tl.load(cache + slot[:, None] + number, mask=both, other=0.0)
             scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * scale
-            scores = tl.where(position[None] <= last[:, None], scores, -float("inf"))
+            seen = inside[None] & (position[None] <= last[:, None])
+            scores = tl.where(seen, scores, -float("inf"))
             new_best = tl.maximum(own_best, tl.max(scores, 1))
             weights = tl.exp2(scores - new_best[:, None])
             share = tl.exp2(own_best - new_best)
@@ -150,7 +149,7 @@ def add_pieces(
     BLOCK: tl.constexpr,
     PIECE: tl.constexpr,
 ):
-    row, head, place = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row, head, place = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     kv_heads = tl.num_programs(1)
     start, first, count = tl.load(starts + row), tl.load(firsts + row), tl.load(counts + row)
     column, member = place // GROUP, place % GROUP

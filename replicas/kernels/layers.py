@@ -31,7 +31,7 @@ def _rotate(
     NORM: tl.constexpr,
     FINITE: tl.constexpr,
 ):
-    token, vector = tl.program_id(0), tl.program_id(1)
+    token, vector = tl.program_id(0).to(tl.int64), tl.program_id(1)
     heads = tl.num_programs(1) - 2 * KV_HEADS
     half: tl.constexpr = DIM // 2
     number = tl.arange(0, HALF)

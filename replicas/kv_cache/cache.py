@@ -81,12 +81,6 @@ class PagedCache:
         keys, values = read.permute(2, 0, 3, 1, 4).unbind(0)
         return keys, values
 
-    def all_of(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The layer's whole cache, each [blocks + 1, block_size, kv_heads, head_dim]; nothing is
-        copied."""
-        keys, values = self.layers[layer].unbind(2)
-        return keys, values
-
     # ------------------------------------------------------------------ by head
 
     def runs(self, blocks: Any) -> torch.Tensor:  # [2 * kv_heads * blocks of all rows], int64

@@ -13,11 +13,11 @@ import torch
 from transformers import PreTrainedModel
 
 from replicas.config import ReplicaConfig
-from replicas.invariant import Arithmetic
+from replicas.invariant import TILE, Arithmetic, chunked_attention
 from replicas.kv_cache import SCRAP_BLOCK, CacheShape, PagedCache
 from replicas.memory.buffers import MeasurePasses, PassBytes, Workload
 from replicas.memory.shapes import ModelShape
-from replicas.models.attention import choose_attention
+from replicas.models.attention import GatherBackend, PagedBackend, choose_attention
 from replicas.models.paged_model import NONE, PagedModel
 from replicas.sampling import SamplingBatch, choose
 from scheduler.messages import SamplingParams
@@ -49,9 +49,12 @@ def measured_passes(
     sizes, device, block_size = ModelShape.of(target.config), target.device, config.block_size
     dims = (sizes.heads, sizes.kv_heads, sizes.head_dim)
     kv = PagedCache(sizes.layers, *dims[1:], _BLOCKS, block_size, target.dtype, device)
-    shape = CacheShape(block_size, context_len, *dims)
+    tiled = config.deterministic
+    shape = CacheShape(block_size, context_len, *dims, tile=TILE if tiled else 1)
     backend = choose_attention(kv, shape, config.attention_of(device))
-    model = PagedModel(target, kv, backend, Arithmetic())
+    if tiled and not isinstance(backend, PagedBackend):
+        backend = GatherBackend(kv, shape, chunked_attention)
+    model = PagedModel(target, kv, backend, Arithmetic((TILE,) if tiled else ()))
     columns = -(-context_len // block_size)
 
     def table(rows: int) -> torch.Tensor:  # [rows, blocks], int64
@@ -95,6 +98,12 @@ def measured_passes(
     def passes(work: Workload) -> PassBytes:
         width = min(work.draft_len + 1, context_len)
         chunks = (work.prefill_rows, work.chunk_tokens, work.pass_tokens)
-        return PassBytes(taken(step, work.rows, width), taken(prefill, *chunks))
+        # A narrower step may take more: its sums are by pieces of the context.
+        widths = {width}
+        if isinstance(backend, PagedBackend):
+            widths.add(min(width, backend.width_most))
+        return PassBytes(
+            max(taken(step, work.rows, one) for one in widths), taken(prefill, *chunks)
+        )
 
     return passes

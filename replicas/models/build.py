@@ -140,6 +140,7 @@ def _in_tiles(
             differing = _what_changes(paged)
             if differing is None:
                 return paged, layers
+            _log.warning("%s, %s: logits change with %s", layers, backend.name, differing)
     raise NotDeterministic(f"{type(model).__name__}: logits change with {differing}")
 
 
@@ -149,10 +150,12 @@ def _invariant_attention(
     if on_host:
         yield HostBackend(cache, shape, Arithmetic((TILE,)))
         return
-    backend = choose_attention(cache, shape, config.attention_of(cache.layers[0].device))
+    wanted = config.attention_of(cache.layers[0].device)
+    backend = choose_attention(cache, shape, wanted)
     if isinstance(backend, PagedBackend):
         yield backend
-    yield GatherBackend(cache, shape, chunked_attention, "chunked")
+    if wanted != "paged":
+        yield GatherBackend(cache, shape, chunked_attention, "chunked")
 
 
 def _what_changes(paged: PagedModel) -> str | None:

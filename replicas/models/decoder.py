@@ -135,7 +135,7 @@ class JoinedDecoder:
         signed = torch.cat((-self._sin[:, : self._dim // 2], self._sin[:, self._dim // 2 :]), -1)
         self._table = torch.stack((self._cos, signed), dim=1)  # [context_len, 2, rotated]
         self._layers = [self._joined(layer) for layer in body.layers]
-        self.kernels = _kernels(self._embedding) if self._half_rotation else None
+        self.kernels = self._kernels() if self._half_rotation else None
         """`replicas.kernels.layers` where it runs; else torch's operations are."""
 
     @property
@@ -279,6 +279,22 @@ class JoinedDecoder:
             after_mlp=_norm_if_any(layer, "post_mlp_layernorm"),
         )
 
+    def _kernels(self) -> Any:
+        if not self._embedding.is_cuda:
+            return None
+        try:
+            from replicas.kernels import layers
+
+            qkv = self._embedding.new_zeros((1, self.stride, self._dim))
+            place = torch.zeros_like(self._other_half[:1])  # in the scrap block
+            norm = self._layers[0].head_norm
+            layers.rotate_and_write(qkv, self._cache, 0, place, place, self._table, norm)
+            layers.silu_times(qkv.flatten(1))
+        except Exception as error:  # a kernel's compiler may raise anything
+            _log.warning("layers: no Triton kernels: %s", error)
+            return None
+        return layers
+
     def _product(self, layer: nn.Linear) -> Product:
         return Product.of(layer.weight, layer.bias, self._prepack)
 
@@ -293,19 +309,6 @@ class JoinedDecoder:
         low, high = x.chunk(2)
         by_halves = x * cos + torch.cat((-high, low)) * sin
         return bool(torch.equal(turned.view(-1), by_halves.view(-1)))
-
-
-def _kernels(like: torch.Tensor) -> Any:
-    if not like.is_cuda:
-        return None
-    try:
-        from replicas.kernels import layers
-
-        layers.silu_times(like.new_zeros((1, 2)))
-    except Exception as error:  # a kernel's compiler may raise anything
-        _log.warning("layers: no Triton kernels: %s", error)
-        return None
-    return layers
 
 
 def _added(

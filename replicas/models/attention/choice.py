@@ -59,11 +59,11 @@ def choose_attention(
 def _compare(backend: PagedBackend, gather: GatherBackend) -> None:
     """Raises AttentionRefused where it computes something else than gathering."""
     cache, shape = backend.cache, backend.shape
-    layer = cache.layers[0]
-    device = layer.device
-    layer.copy_(torch.randn(layer.shape, device=device))
     room = min(cache.blocks // _ROWS * shape.block_size, shape.context_len, _LENGTH_MOST)
     columns = -(-room // shape.block_size)
+    used = cache.layers[0][: _ROWS * columns + 1]
+    device = used.device
+    used.copy_(torch.randn(used.shape, dtype=used.dtype, device=device))
     blocks = torch.arange(1, _ROWS * columns + 1, device=device)
     table = blocks.view(columns, _ROWS).flip(0).t().contiguous()
     ends = [max(room >> row, 1) for row in range(_ROWS)]

@@ -10,10 +10,14 @@ from math import e, log2
 
 import torch
 
+from replicas.invariant import CHUNK
 from replicas.kv_cache import CacheShape, DeviceWindow, PagedCache
 from replicas.models.attention.gather import DeviceLayouts
 from replicas.models.decoder import LayerAttention
 
+PIECE = CHUNK
+"""Positions whose weighted values are summed in one go: as many as the proof of `deterministic`
+goes beyond."""
 _WARPS = 4
 
 
@@ -36,6 +40,9 @@ class PagedBackend(DeviceLayouts):
         if self._group > kernels.QUERIES:
             raise NotPaged(f"{self._group} query heads share a KV head; {kernels.QUERIES} may")
         self._kernels = kernels
+        self._group_rows = _power(self._group)
+        self.width_most = kernels.QUERIES // self._group_rows
+        """Query tokens of a row up to which its pieces are summed side by side."""
 
     def begin(self, layout: DeviceWindow, stride: int) -> LayerAttention:
         kernels, shape, group = self._kernels, self.shape, self._group
@@ -43,13 +50,12 @@ class PagedBackend(DeviceLayouts):
         table, starts = layout.table, layout.starts
         firsts, counts = layout.runs
         columns = table.shape[1]
-        group_rows, dims = _power(group), max(16, _power(dim))
-        queries_at_once = kernels.QUERIES // group_rows
-        whole = layout.width > queries_at_once
-        pieces = -(-min(layout.reach, columns * shape.block_size) // kernels.PIECE)
+        dims = max(16, _power(dim))
+        whole = layout.width > self.width_most
+        pieces = -(-min(layout.reach, columns * shape.block_size) // PIECE)
         folded = group * layout.width
         sizes = {"GROUP": group, "DIM": dim, "DIMS": dims, "BLOCK": shape.block_size}
-        sizes["PIECE"] = kernels.PIECE
+        sizes["PIECE"] = PIECE
 
         def attention(layer: int, queries: torch.Tensor, scaling: float) -> torch.Tensor:
             out = queries.new_empty((layout.padded, kv_heads * group * dim))
@@ -57,7 +63,7 @@ class PagedBackend(DeviceLayouts):
                 out[layout.tokens :] = 0
             if whole:
                 parts, sums = out, out
-                third = -(-layout.width // queries_at_once)
+                third = -(-layout.width // self.width_most)
             else:
                 at = (rows, kv_heads, pieces, folded)
                 parts = queries.new_empty((*at, dim), dtype=torch.float32)
@@ -69,7 +75,7 @@ class PagedBackend(DeviceLayouts):
                 scaling * log2(e),
                 *(queries.stride(0), queries.stride(1), table.stride(0), columns, pieces, folded),
                 **sizes,
-                GROUP_ROWS=group_rows,
+                GROUP_ROWS=self._group_rows,
                 QUERIES=kernels.QUERIES,
                 KEYS=kernels.KEYS,
                 WHOLE=whole,

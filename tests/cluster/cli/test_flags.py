@@ -158,7 +158,6 @@ def test_of_a_key_the_settings_have_the_hash(
         ),
         (["--pool-config", '{"tick_s": 2}'], "tick_s: must be at most a quarter of lease_s (3)"),
         (["--replicas", "0", "--dtype", "x"], "--replicas: must be at least 1, is '0'; --dtype: "),
-        (["--deterministic", "--attention", "flex"], "deterministic output needs an attention"),
         (["--http-host", "0.0.0.0"], "--allow-anyone"),
         (["--seed", "-1"], "--seed: must be at least 0"),
         (["--seed", str(2**63)], "--seed: must be below 9223372036854775808"),

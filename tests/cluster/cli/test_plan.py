@@ -120,9 +120,9 @@ def test_options_override_the_file(tmp_path: Path) -> None:
 
 
 def test_what_is_wrong_with_a_file_is_named(tmp_path: Path) -> None:
-    path = written(tmp_path, "replica: {device: cpu, attention: flex}\n")
-    said = lockstep("plan", "--config", path, "--deterministic", code=2)
-    assert "deterministic output needs" in said
+    path = written(tmp_path, "replica: {device: 'cuda:1'}\n")
+    said = lockstep("plan", "--config", path, "--tensor-parallel", "2", code=2)
+    assert "device cuda:1 is one of several" in said
 
 
 def test_a_plan_says_whether_it_is_deterministic() -> None:

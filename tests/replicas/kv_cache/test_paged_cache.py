@@ -131,7 +131,7 @@ def test_rows_of_any_length_read_back_what_was_written(by_head: bool) -> None:
         layout = device_ranges(table, ranges, SHAPE)
     fresh = torch.randn(sum(lengths), 2, 2, 3)
     cache.write(0, layout.slots, fresh.clone())
-    keys, values = cache.all_of(0)
+    keys, values = cache.layers[0].unbind(2)
     for row, rows in enumerate(fresh.split(lengths)):
         for store, expected in zip((keys, values), rows.unbind(1), strict=True):
             read = store[table[row]].flatten(0, 1)[: lengths[row]]

@@ -25,18 +25,19 @@ from replicas.models.attention import (
     PagedBackend,
     choose_attention,
     fused_attention,
+    paged,
 )
 from replicas.models.paged_model import AttentionBackend
 from tests.oracle.worlds import check_answers, greedy_answers, sampled_answers
 from tests.tiny_pairs import DEVICE, tiny_replica
 
-DIM = 8
+DIM = 12
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _several_pieces() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernels, "PIECE", 32)
+        patch.setattr(paged, "PIECE", 32)
         patch.setattr(kernels, "KEYS", 16)
         yield
 
@@ -50,7 +51,7 @@ class World:
         generator = torch.Generator().manual_seed(seed)
         self.heads, self.kv_heads = heads
         self.shape = CacheShape(block_size, 96, self.heads, self.kv_heads, DIM)
-        blocks = 180
+        blocks = 260
         self.cache = PagedCache(
             1, self.kv_heads, DIM, blocks, block_size, torch.float32, torch.device(DEVICE)
         )
@@ -79,7 +80,7 @@ class World:
         for row in range(window.rows):
             kv = layer[self.table[row]].flatten(0, 1)  # [positions, 2, kv_heads, dim]
             for column in range(window.width):
-                seen = kv[: int(window.starts[row]) + column + 1]
+                seen = kv[: max(int(window.starts[row]) + column, 0) + 1]
                 keys, values = seen.repeat_interleave(self.heads // self.kv_heads, 2).unbind(1)
                 scores = torch.einsum("hd,khd->hk", grid[row, column], keys) * DIM**-0.5
                 out[row, column] = torch.einsum("hk,khd->hd", scores.softmax(-1), values)
@@ -92,7 +93,7 @@ class World:
     seed=st.integers(0, 999),
     block_size=st.sampled_from([1, 3, 4, 16]),
     heads=st.sampled_from([(1, 1), (2, 1), (2, 2), (3, 1)]),
-    starts=st.lists(st.integers(0, 30), min_size=1, max_size=4),
+    starts=st.lists(st.integers(-1, 30), min_size=1, max_size=4),
     width=st.sampled_from([1, 2, 5, 9]),
     kind=st.sampled_from(["window", "later window", "ranges", "some cached", "prompts"]),
 )
@@ -106,6 +107,8 @@ def test_rows_of_any_lengths_get_what_a_plain_attention_gives(
     kind: str,
 ) -> None:
     world_ = World(seed, block_size, heads, [start + 2 * width for start in starts])
+    if "window" not in kind:
+        starts = [max(start, 0) for start in starts]
     if kind == "window":
         window = DeviceLayout(world_.table, starts, width, world_.shape).window(0, width)
     elif kind == "later window":

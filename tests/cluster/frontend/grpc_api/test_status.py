@@ -45,7 +45,7 @@ def replica_status(name: str, groups: int, spread_sum: int, own: int, read: int)
             block_size=16,
             context_len=512,
             vocab_size=320,
-            attention="flex",
+            attention="paged",
             arithmetic="joined layers",
             drafter="suffix",
         ),
@@ -68,7 +68,7 @@ def test_a_status_answer_sums_spread_and_padding_over_the_replicas() -> None:
     assert (answer.kv_positions_own, answer.kv_positions_read) == (950, 1070)
     assert (answer.prefill_tokens, answer.reused_tokens) == (20, 4)
     assert [replica.vocab_size for replica in answer.replicas] == [320, 320]
-    assert [replica.attention for replica in answer.replicas] == ["flex", "flex"]
+    assert [replica.attention for replica in answer.replicas] == ["paged", "paged"]
     assert {replica.drafter for replica in answer.replicas} == {"suffix"}
     assert {replica.arithmetic for replica in answer.replicas} == {"joined layers"}
 
