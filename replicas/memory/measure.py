@@ -13,11 +13,11 @@ import torch
 from transformers import PreTrainedModel
 
 from replicas.config import ReplicaConfig
-from replicas.invariant import TILE, Arithmetic, chunked_attention
+from replicas.invariant import TILE, Arithmetic
 from replicas.kv_cache import SCRAP_BLOCK, CacheShape, PagedCache
 from replicas.memory.buffers import MeasurePasses, PassBytes, Workload
 from replicas.memory.shapes import ModelShape
-from replicas.models.attention import GatherBackend, PagedBackend, choose_attention
+from replicas.models.attention import PagedBackend, choose_attention, invariant_attention
 from replicas.models.paged_model import NONE, PagedModel
 from replicas.sampling import SamplingBatch, choose
 from scheduler.messages import SamplingParams
@@ -51,9 +51,11 @@ def measured_passes(
     kv = PagedCache(sizes.layers, *dims[1:], _BLOCKS, block_size, target.dtype, device)
     tiled = config.deterministic
     shape = CacheShape(block_size, context_len, *dims, tile=TILE if tiled else 1)
-    backend = choose_attention(kv, shape, config.attention_of(device))
-    if tiled and not isinstance(backend, PagedBackend):
-        backend = GatherBackend(kv, shape, chunked_attention)
+    wanted = config.attention_of(device)
+    if tiled:
+        backend = next(invariant_attention(kv, shape, wanted))
+    else:
+        backend = choose_attention(kv, shape, wanted)
     model = PagedModel(target, kv, backend, Arithmetic((TILE,) if tiled else ()))
     columns = -(-context_len // block_size)
 

@@ -9,7 +9,7 @@ tolerance would do.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -27,7 +27,6 @@ from replicas.invariant import (
     NotDeterministic,
     Product,
     RowFunction,
-    chunked_attention,
     compute_in_tiles,
     prove,
     trial_length,
@@ -35,7 +34,7 @@ from replicas.invariant import (
 )
 from replicas.kv_cache import CacheShape, PagedCache
 from replicas.memory import ModelShape
-from replicas.models.attention import GatherBackend, PagedBackend, choose_attention
+from replicas.models.attention import GatherBackend, choose_attention, invariant_attention
 from replicas.models.decoder import JoinedDecoder, NotJoined
 from replicas.models.paged_model import ERROR_FLOOR, AttentionBackend, Output, PagedModel
 from replicas.models.reference import FINER, own_logits
@@ -121,6 +120,9 @@ def _in_tiles(
     the layers are. Raises NotDeterministic."""
     arithmetic = Arithmetic((TILE,), proven=True)
     shape = replace(shape, tile=TILE)
+    backends: list[AttentionBackend] = [HostBackend(cache, shape, arithmetic)]
+    if not on_host:
+        backends = [*invariant_attention(cache, shape, config.attention_of(model.device))]
     differing: str | None = None
     for join in (True, False):
         decoder, layers = None, "separate layers (in tiles)"
@@ -135,27 +137,13 @@ def _in_tiles(
                 one.tile = TILE
         else:
             compute_in_tiles(model)
-        for backend in _invariant_attention(cache, shape, config, on_host):
+        for backend in backends:
             paged = PagedModel(model, cache, backend, arithmetic, decoder)
             differing = _what_changes(paged)
             if differing is None:
                 return paged, layers
             _log.warning("%s, %s: logits change with %s", layers, backend.name, differing)
     raise NotDeterministic(f"{type(model).__name__}: logits change with {differing}")
-
-
-def _invariant_attention(
-    cache: PagedCache, shape: CacheShape, config: ReplicaConfig, on_host: bool
-) -> Iterator[AttentionBackend]:
-    if on_host:
-        yield HostBackend(cache, shape, Arithmetic((TILE,)))
-        return
-    wanted = config.attention_of(cache.layers[0].device)
-    backend = choose_attention(cache, shape, wanted)
-    if isinstance(backend, PagedBackend):
-        yield backend
-    if wanted != "paged":
-        yield GatherBackend(cache, shape, chunked_attention, "chunked")
 
 
 def _what_changes(paged: PagedModel) -> str | None:

@@ -9,15 +9,17 @@ Called while no sequence has a block; the cache is cleared afterwards.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 
 import torch
 
+from replicas.invariant import chunked_attention
 from replicas.kv_cache import CacheShape, DeviceLayout, DeviceWindow, PagedCache, device_ranges
 from replicas.models.attention.gather import GatherBackend
 from replicas.models.attention.paged import PagedBackend
 from replicas.models.paged_model import ERROR_FLOOR
 
-AUTO, GATHER = "auto", "gather"
+AUTO, GATHER, PAGED = "auto", "gather", "paged"
 
 _ROWS = 4
 _LENGTH_MOST = 600
@@ -53,6 +55,18 @@ def choose_attention(
     finally:
         cache.clear()
     return backend
+
+
+def invariant_attention(
+    cache: PagedCache, shape: CacheShape, wanted: str
+) -> Iterator[PagedBackend | GatherBackend]:
+    """The ways of a `deterministic` model over a device's cache, the fastest first; which one does
+    not depend on the batch is to be proven. Raises as `choose_attention` does."""
+    backend = choose_attention(cache, shape, wanted)
+    if isinstance(backend, PagedBackend):
+        yield backend
+    if wanted != PAGED:
+        yield GatherBackend(cache, shape, chunked_attention, "chunked")
 
 
 @torch.inference_mode()
