@@ -20,13 +20,13 @@ from random import Random
 from typing import Any
 
 import grpc
+import numpy as np
 from ray import serve
 
 from benchmarks.shared.command_line import parser_of
 from benchmarks.shared.report import percentiles, table, write_json
 from benchmarks.shared.synthetic import Speed, synthetic_loader, synthetic_spec
 from cluster import app
-from cluster.bench.figures import percentile
 from cluster.bench.plots import Plot, line, to_svg
 from cluster.client import NO_RETRY, AsyncClient
 from cluster.config import ClusterConfig
@@ -239,9 +239,9 @@ def latency(answers: Sequence[Answer]) -> list[str]:
         slots.setdefault(int(answer.at_s // SLOT_S) * SLOT_S, []).append(answer)
     lines = []
     for at_s, some in sorted(slots.items()):
-        firsts = sorted(answer.first_token_s for answer in some)
-        totals = sorted(answer.total_s for answer in some)
-        picked = [percentile(times, share) for times in (firsts, totals) for share in (0.5, 0.95)]
+        firsts = [answer.first_token_s for answer in some]
+        totals = [answer.total_s for answer in some]
+        picked = [np.percentile(times, n) for times in (firsts, totals) for n in (50, 95)]
         lines.append(f"{at_s}," + ",".join(f"{value:.3f}" for value in picked))
     return lines
 

@@ -24,10 +24,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.shared.command_line import parser_of
-from benchmarks.shared.measured import MeasuredWay, side_by_side
+from benchmarks.shared.measured import MeasuredWay, ratio, side_by_side
 from benchmarks.shared.oracle import OracleDrafter, oracle_replica
 from benchmarks.shared.report import write_json
-from cluster.bench.compare import ratio
 from replicas.config import ReplicaConfig
 from replicas.drafters import Ask, Seen
 from replicas.drafters.suffix import SuffixDrafter
@@ -216,7 +215,7 @@ def main() -> None:
                     "kind": kind,
                     "batch": batch,
                     "way": name,
-                    "over_plain": compared.median,
+                    "over_plain": compared,
                     "tokens_per_s": one.speed,
                     "plain_tokens_per_s": by_name[PLAIN].speed,
                     "committed_per_step": way.committed_per_step,
@@ -227,7 +226,7 @@ def main() -> None:
                 }
                 figures["ratios"].append(row)
                 print(
-                    f"{kind}, batch {batch}, {name}: {compared.median:.2f} of plain"
+                    f"{kind}, batch {batch}, {name}: {compared:.2f} of plain"
                     f" ({one.speed:.1f} tokens/s), {way.committed_per_step:.2f} tokens a step,"
                     f" {way.overhead:.1%} outside forward passes,"
                     f" identical {one.identical} of {one.prompts}",

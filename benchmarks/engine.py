@@ -25,11 +25,19 @@ from transformers import AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from benchmarks.shared.command_line import add_pair, pair_config, parser_of
-from benchmarks.shared.measured import MeasuredWay, over_rounds, side_by_side
+from benchmarks.shared.measured import (
+    Contender,
+    MeasuredWay,
+    Way,
+    over_rounds,
+    ratio,
+    side_by_side,
+    take_turns,
+)
 from benchmarks.shared.prompts import benchmark_tokens
 from benchmarks.shared.report import machine, table, write_json
-from cluster.bench.compare import Contender, Way, fastest_assistance, ratio, take_turns
-from cluster.bench.transformers_runs import Assistance, Transformers
+from benchmarks.shared.transformers_runs import Assistance, Transformers, fastest_assistance
+from cluster.verify import transformers_model
 from replicas.models.load import resolve
 from replicas.replica import Replica
 from scheduler.config import SchedulerConfig
@@ -56,7 +64,8 @@ def main() -> None:
     transformers_logging.set_verbosity_error()
     begun_s = perf_counter()
     config = pair_config(args)
-    models = Transformers.load(config)
+    draft = transformers_model(config, args.draft, "draft")
+    models = Transformers(transformers_model(config, args.target), draft)
     replica = Replica.load(config)
     tokenizer = AutoTokenizer.from_pretrained(resolve(args.target))
     prompts = benchmark_tokens(
@@ -144,14 +153,8 @@ def greedy(
         others[ours[batch]] = measured[ours[batch]]
     for name in others.keys() - measured.keys():
         others[name](requests[:2])  # warm-up
-    total = len(others) * args.rounds
     against = take_turns(
-        others,
-        requests,
-        args.rounds,
-        expected,
-        counts,
-        lambda name, done: print(f"run {done + 1} of {total}: {name}", flush=True),
+        others, requests, args.rounds, expected, counts, lambda name: print(name, flush=True)
     )
     for each in against:
         _show(each, measured.get(each.name))
@@ -182,9 +185,9 @@ def summary(
     figures: dict[str, float | str] = {}
 
     def put(name: str, among: Contenders, above: str, below: str) -> None:
-        made = ratio(among, above, below)
-        if made is not None:
-            figures[name] = made.median
+        found = ratio(among, above, below)
+        if found is not None:
+            figures[name] = found
 
     default = {batch: default_name(draft_lens, batch, args.draft_lens) for batch in args.batches}
     for batch, ours in default.items():

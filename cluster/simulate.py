@@ -12,12 +12,10 @@ from itertools import pairwise
 from random import Random
 from typing import Any
 
-from cluster.bench.figures import Distribution, percentile
+from cluster.bench.figures import Distribution
 from cluster.bench.plots import Plot, line, to_svg
 from scheduler.config import SchedulerConfig
 from scheduler.simulation import Experiment, Figures, Sample, Setup, WorkloadRequest
-
-_CDF_POINTS = 100
 
 ARRIVAL = "arrival"
 """Rows step in order of arrival, as in EQSPEC (arXiv 2510.22876): never by their lengths."""
@@ -183,9 +181,10 @@ def _plots(result: Result) -> list[Plot]:
     if setup.pool is not None:
         busy = share("pool_busy_s", setup.shards)
         plots.append(line(busy, "Pools' time at work", "s", "%", 100))
-    ordered = sorted(figures.latency_s)
-    if ordered:
-        shares = [number / _CDF_POINTS for number in range(_CDF_POINTS + 1)]
-        cdf = [(percentile(ordered, each), 100 * each) for each in shares]
+    if figures.latency_s:
+        import numpy  # it takes a while, and --help should not wait
+
+        points = numpy.percentile(figures.latency_s, range(101))
+        cdf = [(float(at_s), float(share)) for share, at_s in enumerate(points)]
         plots.append(line(cdf, "Requests that took at most so long", "s", "%", 100))
     return plots

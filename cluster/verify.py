@@ -189,12 +189,11 @@ def _judged(
     difference: Difference, content: Sequence[int], replica: Any, config: ReplicaConfig
 ) -> Difference:
     """With a judgement by float64 where both have a token; `content` ends before it."""
-    from cluster.bench.transformers_runs import load_model
     from replicas.models.reference import judge
 
     if difference.expected is None or difference.got is None:
         return difference
-    model = load_model(config, config.target)
+    model = transformers_model(config, config.target)
     logits = replica.logits(content)
     judgement = judge(model, content, difference.expected, difference.got, logits)
     return replace(difference, judgement=judgement)
@@ -209,6 +208,16 @@ def _run(
     return outputs
 
 
+def transformers_model(config: ReplicaConfig, name: str, role: str = "target") -> Any:
+    """A model as transformers loads it, on the device of `config`. Raises OSError."""
+    from replicas.models.checkpoint import read_model
+    from replicas.models.load import dtype_name, dtype_of, resolve, resolve_device
+
+    path = resolve(name, role, dtype_name(config))
+    model: Any = read_model(path, config.trust_remote_code, dtype_of(config))
+    return model.to(resolve_device(config.device))
+
+
 def transformers_greedy(
     config: ReplicaConfig, requests: Sequence[Request], eos_token_ids: Sequence[int]
 ) -> Iterator[list[int]]:
@@ -216,9 +225,7 @@ def transformers_greedy(
     import torch
     from transformers import GenerationConfig
 
-    from cluster.bench.transformers_runs import load_model
-
-    model = load_model(config, config.target)
+    model = transformers_model(config, config.target)
     # The model's own defaults (a repetition penalty, say) would not be plain greedy decoding.
     model.generation_config = GenerationConfig(
         eos_token_id=list(eos_token_ids) or None, pad_token_id=0

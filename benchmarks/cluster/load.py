@@ -30,7 +30,6 @@ from cluster.bench.load import drive, grpc_request
 from cluster.bench.workload import Workload
 from cluster.client import NO_RETRY, AsyncClient
 from cluster.config import ClusterConfig
-from scheduler.messages import SamplingParams
 
 Tokens = list[list[int]]
 
@@ -52,8 +51,8 @@ class Load:
         """Its requests, greedy, with a cache salt that no run had: the prompts are those of earlier
         runs, and a prefix that is found costs nothing."""
         prompts = tuple(map(tuple, self.prompts))
-        salt = f"run {next(_salts)}"
-        return Workload(prompts, "", self.new_tokens, SamplingParams(), salt=salt)
+        options = {"max_new_tokens": self.new_tokens, "ignore_eos": True}
+        return Workload(prompts, options, salt=f"run {next(_salts)}")
 
 
 @dataclass(frozen=True)
@@ -116,15 +115,15 @@ class Clients:
             yield list(chunk.token_ids)
 
     async def sse(self, workload: Workload, number: int) -> AsyncIterator[list[int]]:
+        options = workload.options_of(number)
         fields = {
             "model": self.model,
             "prompt": workload.prompt(number),
-            "max_tokens": workload.max_new_tokens,
+            "max_tokens": options.pop("max_new_tokens"),
             "temperature": 0,
-            "ignore_eos": True,
-            "cache_salt": workload.cache_salt(number),
             "stream": True,
             "return_token_ids": True,
+            **options,
         }
         async with self.http.post("/v1/completions", json=fields) as response:
             response.raise_for_status()

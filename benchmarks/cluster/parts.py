@@ -14,13 +14,13 @@ from typing import Any
 
 from benchmarks.cluster.ideal import ideal
 from benchmarks.cluster.load import WAYS, Base, Load, batch_counter, clients_of, compare, run
-from benchmarks.shared.prompts import benchmark_tokens
+from benchmarks.shared.prompts import HELD_OUT_LENGTHS, benchmark_tokens
 from benchmarks.shared.synthetic import Speed, synthetic_loader, synthetic_spec
 from cluster import app
 from cluster.bench.arrivals import Closed, Extent
 from cluster.bench.engine import drive
 from cluster.bench.figures import latencies
-from cluster.bench.workload import HELD_OUT_LENGTHS, engine_request, synthetic_prompts
+from cluster.bench.workload import engine_request, synthetic_prompts
 from cluster.config import ClusterConfig
 from cluster.frontend.target_text import TargetText
 from cluster.local_engine import LocalEngine
@@ -113,7 +113,7 @@ def in_process(replica: Replica, config: ClusterConfig, load: Load) -> Base:
 
     records = drive(engine, request, Closed(load.in_flight), Extent(requests=count))
     spent_s = max(record.end_s or 0.0 for record in records)
-    tokens = [engine.outputs[str(number)].tokens for number in range(count)]
+    tokens = [output.tokens for output in engine.outputs.values()]  # in the order of sending
     return Base(sum(map(len, tokens)) / spent_s, tuple(latencies(records)), tokens)
 
 

@@ -14,7 +14,7 @@ from time import perf_counter
 import torch
 
 from benchmarks.gpu.ceilings import ModelWork, Rates
-from cluster.bench.transformers_runs import Transformers
+from benchmarks.shared.transformers_runs import Transformers
 from cluster.bench.workload import synthetic_prompts
 from cluster.local_engine import LocalEngine
 from replicas.config import ReplicaConfig

@@ -1,8 +1,9 @@
-"""Ways to generate with the engine, measured: where the time went, padding; side by side.
+"""Ways to generate, measured: where the time of ours went, padding; in turns or side by side.
 
-A shared machine's speed changes within seconds, and one run after the other meets different ones.
-So `side_by_side` begins all ways together and gives them turns of a fraction of a second each; the
-time that counts is each way's own.
+A shared machine's speed drifts, so ways take turns, every ratio is one of the same round, and the
+median of the rounds is reported. It also changes within seconds: `side_by_side` begins all ways
+together and gives them turns of a fraction of a second each; the time that counts is each way's
+own.
 """
 
 from __future__ import annotations
@@ -13,13 +14,89 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
-from cluster.bench.compare import Contender
 from cluster.local_engine import LocalEngine, Output, Runner
 from scheduler.config import SchedulerConfig
 from scheduler.messages import Request, StepResult
 
 SLICE_S = 0.1
 """One turn: some steps, and shorter than the machine's speed stays the same."""
+
+Outputs = list[list[int]]
+Way = Callable[[Sequence[Request]], Outputs]
+"""New tokens of each request, in the requests' order."""
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One way to generate, over all rounds."""
+
+    name: str
+    prompts: int
+    tokens_per_s: tuple[float, ...]
+    """One per round."""
+    identical: int
+    """Prompts whose output was the expected one in every round."""
+
+    @property
+    def speed(self) -> float:
+        """Median of the rounds, tokens/s."""
+        return median(self.tokens_per_s)
+
+    @classmethod
+    def of(
+        cls, name: str, runs: Sequence[tuple[Outputs, float]], expected: Sequence[Sequence[int]]
+    ) -> Contender:
+        """From the outputs and the seconds of each round."""
+        prompts = len(runs[0][0])
+        identical = sum(
+            all(outputs[index] == list(expected[index]) for outputs, _ in runs)
+            for index in range(prompts)
+        )
+        speeds = tuple(sum(map(len, outputs)) / seconds for outputs, seconds in runs)
+        return cls(name, prompts, speeds, identical)
+
+
+def ratio(contenders: Sequence[Contender], above: str, below: str) -> float | None:
+    """Of their speeds, the median of the rounds; None where one of them has not run."""
+    speeds = {each.name: each.tokens_per_s for each in contenders}
+    if above not in speeds or below not in speeds:
+        return None
+    return median(a / b for a, b in zip(speeds[above], speeds[below], strict=True))
+
+
+def _asked(
+    name: str, requests: Sequence[Request], counts: Mapping[str, int] | None, number: int
+) -> list[Request]:
+    """Of a way in a round. Each has its own cache salt: what an earlier run has put into a prefix
+    cache would let Lockstep alone skip the prompts."""
+    salt = f"{name}, round {number}"
+    some = requests[: (counts or {}).get(name, len(requests))]
+    return [replace(each, id=f"{name}: {each.id}", cache_salt=salt) for each in some]
+
+
+def take_turns(
+    ways: Mapping[str, Way],
+    requests: Sequence[Request],
+    rounds: int,
+    expected: Sequence[Sequence[int]],
+    counts: Mapping[str, int] | None = None,
+    note: Callable[[str], object] = lambda name: None,
+    clock: Callable[[], float] = perf_counter,
+) -> tuple[Contender, ...]:
+    """Run every way once per round and compare its outputs with the `expected` ones.
+
+    `counts`: ways that get only so many of the requests, from the first. `note` is called with the
+    way that runs next.
+    """
+    runs: dict[str, list[tuple[Outputs, float]]] = {name: [] for name in ways}
+    for number in range(rounds):
+        for name, way in ways.items():
+            note(name)
+            asked = _asked(name, requests, counts, number)
+            begun_s = clock()
+            outputs = way(asked)
+            runs[name].append((outputs, clock() - begun_s))
+    return tuple(Contender.of(name, runs[name], expected) for name in ways)
 
 
 @dataclass(frozen=True)
@@ -51,7 +128,7 @@ def medians(runs: Sequence[Any]) -> dict[str, Any]:
 
 
 class MeasuredWay:
-    """A way to generate, as `cluster.bench.compare` has them, with figures of each of its runs.
+    """A way to generate with the engine, with figures of each of its runs.
 
     All requests are submitted at the start.
     """
@@ -141,29 +218,17 @@ def side_by_side(
 ) -> tuple[Contender, ...]:
     """Runs every way once per round, all at the same time; compares outputs with `expected`.
 
-    Arguments and result are those of `cluster.bench.compare.take_turns`. The ways may share a
-    replica: each has its own sequences there. Its KV blocks have to last for all of them.
+    Arguments and result are those of `take_turns`. The ways may share a replica: each has its own
+    sequences there. Its KV blocks have to last for all of them.
     """
-    asked = {name: requests[: (counts or {}).get(name, len(requests))] for name in ways}
-    speeds: dict[str, list[float]] = {name: [] for name in ways}
-    same = {name: [True] * len(asked[name]) for name in ways}
+    runs: dict[str, list[tuple[Outputs, float]]] = {name: [] for name in ways}
     for number in range(rounds):
         for name, way in ways.items():
-            way.begin(
-                [
-                    replace(each, id=f"{name}: {each.id}", cache_salt=f"{name}, round {number}")
-                    for each in asked[name]
-                ]
-            )
+            way.begin(_asked(name, requests, counts, number))
         _run_together(ways, slice_s, backwards=bool(number % 2))
         for name, way in ways.items():
-            outputs = [output.tokens for output in way.outputs]
-            speeds[name].append(sum(map(len, outputs)) / way.seconds)
-            for index, (got, wanted) in enumerate(zip(outputs, expected, strict=False)):
-                same[name][index] &= got == list(wanted)
-    return tuple(
-        Contender(name, len(asked[name]), tuple(speeds[name]), sum(same[name])) for name in ways
-    )
+            runs[name].append(([output.tokens for output in way.outputs], way.seconds))
+    return tuple(Contender.of(name, runs[name], expected) for name in ways)
 
 
 def _run_together(ways: Mapping[str, MeasuredWay], slice_s: float, backwards: bool) -> None:

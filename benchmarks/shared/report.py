@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from cluster.bench.figures import percentile
+import numpy as np
+
 from cluster.bench.report import machine, number
 
 __all__ = ["machine", "percentiles", "table", "write_json"]
@@ -24,8 +25,8 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 def percentiles(values: Iterable[float], at: Sequence[int]) -> dict[str, float]:
     """By name; none of no values."""
-    ordered = sorted(values)
-    return {f"p{n}": round(percentile(ordered, n / 100), 4) for n in at if ordered}
+    found = list(values)
+    return {f"p{n}": round(float(np.percentile(found, n)), 4) for n in at if found}
 
 
 def write_json(path: Path | None, figures: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""`lockstep bench`: load, figures, comparison with transformers, and the report of a run.
+"""`lockstep bench`: load, figures, and the report of a run.
 
 `load` speaks to a cluster by gRPC, `openai_load` to any server by HTTP; nothing here needs Ray.
 """

@@ -1,9 +1,9 @@
 """When requests are sent. Knows no clock: times are seconds since the load began.
 
 *Closed loop*: so many requests in flight; the next is sent when one ends, so a slow server is asked
-less. *Open loop* (Poisson, bursts): the times are drawn before, whatever the server does, and a
-latency counts from the intended arrival: a request that had to wait because the driver or the
-server was late has waited, and is not left out of the figures (no coordinated omission).
+less. *Open loop* (Poisson): the times are drawn before, whatever the server does, and a latency
+counts from the intended arrival: a request that had to wait because the driver or the server was
+late has waited, and is not left out of the figures (no coordinated omission).
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import count
 
 from scheduler.simulation import poisson
 
@@ -44,22 +43,7 @@ class Poisson:
         return poisson(self.rate_per_s, random.Random(self.seed))
 
 
-@dataclass(frozen=True)
-class Bursts:
-    """`size` requests at once every `every_s` seconds, the first of them at 0."""
-
-    size: int
-    every_s: float
-
-    def __str__(self) -> str:
-        return f"open loop, bursts of {self.size} every {self.every_s:g} s"
-
-    def due_s(self) -> Iterator[float]:
-        """Arrivals, rising, without end."""
-        return (n // self.size * self.every_s for n in count())
-
-
-Arrivals = Closed | Poisson | Bursts
+Arrivals = Closed | Poisson
 
 
 @dataclass(frozen=True)

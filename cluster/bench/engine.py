@@ -12,7 +12,7 @@ from collections.abc import Callable
 from itertools import repeat
 
 from cluster.bench.arrivals import Arrivals, Closed, Extent, Note
-from cluster.bench.figures import PoolSums, Record
+from cluster.bench.figures import Record
 from cluster.local_engine import LocalEngine, Output
 from scheduler.errors import LockstepError
 from scheduler.messages import FinishReason, Request
@@ -69,17 +69,6 @@ def drive(
             return records
         else:
             sleep(REFUSED_PAUSE_S if closed else max(next_s - now_s, 0.0))
-
-
-def pool_sums(engine: LocalEngine) -> PoolSums:
-    """What the engine's pool has counted so far."""
-    figures = engine.scheduler.snapshot().figures
-    return PoolSums(
-        batches=figures.step_batches,
-        spread_sum=figures.spread_sum,
-        kv_positions_own=figures.kv_positions_own,
-        kv_positions_read=figures.kv_positions_read,
-    )
 
 
 def _look(record: Record, output: Output, now_s: float) -> bool:

@@ -65,41 +65,10 @@ class Distribution:
         """None without values."""
         if not values:
             return None
-        ordered = sorted(values)
-        p50, p90, p95, p99 = (percentile(ordered, share) for share in (0.5, 0.9, 0.95, 0.99))
-        mean = math.fsum(ordered) / len(ordered)
-        return cls(len(ordered), mean, p50, p90, p95, p99, ordered[-1])
+        import numpy  # --help should not wait for it
 
-
-def percentile(ordered: Sequence[float], share: float) -> float:
-    """The value below which `share` of the rising values lie, linear between neighbours."""
-    assert ordered, "no values"
-    assert 0 <= share <= 1, share
-    at = share * (len(ordered) - 1)
-    below = math.floor(at)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (at - below) * (ordered[above] - ordered[below])
-
-
-@dataclass(frozen=True)
-class PoolSums:
-    """What the pool has counted so far; only differences of two mean anything for a run.
-
-    The sums are over the replicas that are there, so those of one that leaves go with it.
-    """
-
-    batches: int
-    spread_sum: int
-    kv_positions_own: int
-    kv_positions_read: int
-    incarnation: str = ""
-    """Of the pool; several are named together."""
-    replicas: frozenset[str] = frozenset()
-    """Ids of those that are summed over, new for every incarnation."""
-
-    def goes_on_in(self, later: PoolSums) -> bool:
-        """Whether all that is summed here is in the `later` sums, too."""
-        return self.incarnation == later.incarnation and self.replicas <= later.replicas
+        shares = map(float, numpy.quantile(values, (0.5, 0.9, 0.95, 0.99)))
+        return cls(len(values), math.fsum(values) / len(values), *shares, max(values))
 
 
 @dataclass(frozen=True)
@@ -149,18 +118,10 @@ class Summary:
     known."""
     accepted_at: tuple[float, ...]
     """Share of the steps in which draft token j, from 0, was accepted."""
-    spread_mean: float | None
-    """Longest minus shortest row of a batch in tokens, averaged over the run's batches."""
-    padding: float | None
-    """Share of the KV positions read that are beyond a row's own. Both are None where the pool was
-    replaced or a replica left during the run, or the pool was not asked at its end, and spread
-    where no batch ran."""
 
 
-def summarise(
-    records: Sequence[Record], before: PoolSums, after: PoolSums | None, retries: int = 0
-) -> Summary:
-    """Figures of requests that have all ended; `after` None where it is not known."""
+def summarise(records: Sequence[Record], retries: int = 0) -> Summary:
+    """Figures of requests that have all ended."""
     assert all(record.end_s is not None for record in records), "a request has not ended"
     served = [record for record in records if not record.error]
     elapsed_s = max((record.end_s or 0.0 for record in records), default=0.0)
@@ -168,13 +129,6 @@ def summarise(
     steps = sum(record.steps for record in served)
     drafted = sum(record.draft_tokens for record in served)
     accepted = sum(record.accepted_tokens for record in served)
-    spread = padding = None
-    if after is not None and before.goes_on_in(after):
-        batches = after.batches - before.batches
-        read = after.kv_positions_read - before.kv_positions_read
-        own = after.kv_positions_own - before.kv_positions_own
-        spread = (after.spread_sum - before.spread_sum) / batches if batches > 0 else None
-        padding = 1 - own / read if read > 0 else None
     return Summary(
         requests=len(records),
         failed=len(records) - len(served),
@@ -206,8 +160,6 @@ def summarise(
         accepted_per_step=accepted / steps if steps else None,
         committed_per_step=sum(r.step_tokens for r in served) / steps if steps else None,
         accepted_at=tuple(count / steps for count in _summed(served)),
-        spread_mean=spread,
-        padding=padding,
     )
 
 

@@ -9,8 +9,8 @@ from collections.abc import Awaitable, Callable
 import grpc
 
 from cluster.bench.arrivals import Arrivals, Closed, Extent, Note
-from cluster.bench.figures import PoolSums, Record
-from cluster.bench.workload import BenchError, Workload
+from cluster.bench.figures import Record
+from cluster.bench.workload import Workload
 from cluster.client import AsyncClient
 from protos import lockstep_pb2 as pb
 
@@ -22,33 +22,12 @@ it is given; a failure too."""
 def grpc_request(workload: Workload, number: int) -> pb.GenerateRequest:
     """The request as the cluster takes it."""
     prompt = workload.prompt(number)
-    sampling = workload.sampling_of(number)
-    request = pb.GenerateRequest(
-        max_new_tokens=workload.max_new_tokens,
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-        min_p=sampling.min_p,
-        seed=sampling.seed if sampling.temperature > 0 else None,
-        ignore_eos=workload.ignore_eos,
-        draft_len=workload.draft_len,
-        cache_salt=workload.cache_salt(number),
-    )
+    request = pb.GenerateRequest(**workload.options_of(number))
     if isinstance(prompt, str):
         request.prompt = prompt
     else:
         request.prompt_token_ids.ids.extend(prompt)
     return request
-
-
-def check_requests(workload: Workload) -> None:
-    """Raises BenchError where a request cannot be put on the wire: once the load runs, that would
-    end it."""
-    for number in range(len(workload.prompts)):
-        try:
-            grpc_request(workload, number)
-        except ValueError as error:
-            raise BenchError(f"request {number} cannot be sent: {error}") from None
 
 
 def over_grpc(client: AsyncClient, make: Callable[[int], pb.GenerateRequest]) -> Send:
@@ -106,26 +85,6 @@ async def drive(
                 await asyncio.sleep(max(due_s - (clock() - begun_s), 0.0))
                 group.create_task(one(due_s))
     return records
-
-
-def pool_sums(status: pb.StatusResponse) -> PoolSums:
-    """What the pool had counted when it gave this answer."""
-    return PoolSums(
-        status.batches,
-        status.batch_spread_sum,
-        status.kv_positions_own,
-        status.kv_positions_read,
-        status.pool_incarnation,
-        frozenset(replica.id for replica in status.replicas),
-    )
-
-
-async def closing_status(client: AsyncClient) -> tuple[pb.StatusResponse | None, str]:
-    """The server's answer after the load, or None and why there is none."""
-    try:
-        return await client.status(), ""
-    except grpc.RpcError as error:
-        return None, f"{error.code().name}: {error.details()}"
 
 
 def take_chunk(record: Record, chunk: pb.GenerateChunk, now_s: float) -> None:

@@ -78,26 +78,21 @@ class OpenAIServer:
 
     def _fields(self, workload: Workload, number: int) -> dict[str, Any]:
         """Of the request; of those that not every server has only what was asked for."""
-        prompt, sampling = workload.prompt(number), workload.sampling_of(number)
+        prompt, options = workload.prompt(number), workload.options_of(number)
+        if not self._salted:
+            del options["cache_salt"]
         fields: dict[str, Any] = {
             "model": self.model,
-            "max_tokens": workload.max_new_tokens,
-            "temperature": sampling.temperature,
+            "max_tokens": options.pop("max_new_tokens"),
+            "temperature": 0.0,
             "stream": True,
             "stream_options": {"include_usage": True},
+            **options,
         }
         if self._chat:
             fields["messages"] = [{"role": "user", "content": prompt}]
         else:
             fields["prompt"] = prompt if isinstance(prompt, str) else list(prompt)
-        if self._salted:
-            fields["cache_salt"] = workload.cache_salt(number)
-        if workload.ignore_eos:
-            fields["ignore_eos"] = True
-        if sampling.temperature > 0:
-            fields |= {"seed": sampling.seed, "top_p": sampling.top_p}
-            fields |= {"top_k": sampling.top_k} if sampling.top_k else {}
-            fields |= {"min_p": sampling.min_p} if sampling.min_p else {}
         return fields
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from cluster.bench.figures import first_token_times, latencies
-from cluster.bench.plots import Plot, bars, columns, histogram, line, to_svg
-from cluster.bench.report import Report, Table, comparison_tables, load_tables, number, percent
+from cluster.bench.plots import Plot, columns, histogram, line, to_svg
+from cluster.bench.report import Report, Table, load_tables, number, percent
 
 _TEMPLATE = Path(__file__).with_name("page.html")
 
@@ -19,14 +19,11 @@ def to_html(report: Report) -> str:
     from jinja2 import Environment
 
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    comparison = report.comparison
     return environment.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(
         report=report,
         tiles=_tiles(report),
         plots=to_svg(_plots(report)),
         load=load_tables(report),
-        compared=comparison_tables(comparison) if comparison else (),
-        bars=to_svg([[_bars(report)]], 9, 3) if comparison else "",
         settings=Table("Settings", (), _words(report.settings)),
         machine=Table("Machine that sent the load", (), _words(report.machine)),
     )
@@ -68,12 +65,6 @@ def _plots(report: Report) -> list[list[Plot]]:
             columns(accepted, "Acceptance by position", "draft token", "% of steps", 100),
         ],
     ]
-
-
-def _bars(report: Report) -> Plot:
-    assert report.comparison is not None
-    ran = [each for each in report.comparison.contenders if each.tokens_per_s]
-    return bars([(way.name, way.speed, way.name.startswith("Lockstep")) for way in ran], "tokens/s")
 
 
 def _words(rows: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-MARK, OTHER, _INK = "#3f83d9", "#9a988f", "#807f78"
+MARK, _INK = "#3f83d9", "#807f78"
 _STYLE: dict[Any, Any] = {
     "axes.edgecolor": _INK,
     "axes.labelcolor": _INK,
@@ -65,19 +65,6 @@ def columns(values: Sequence[float], title: str, x_label: str, y_label: str, y_m
         numbers = list(range(1, len(values) + 1))
         axes.bar(numbers, values, color=MARK)
         axes.set(title=title, xlabel=x_label, ylabel=y_label, ylim=(0, y_most), xticks=numbers)
-
-    return draw
-
-
-def bars(rows: Sequence[tuple[str, float, bool]], title: str) -> Plot:
-    """A horizontal bar per (name, value, whether it stands out), from above, with its value."""
-
-    def draw(axes: Axes) -> None:
-        names, values, ours = zip(*rows, strict=True)
-        drawn = axes.barh(names, values, color=[MARK if each else OTHER for each in ours])
-        axes.bar_label(drawn, fmt="%.0f", padding=3)
-        axes.invert_yaxis()
-        axes.set(title=title)
 
     return draw
 

@@ -231,6 +231,24 @@ def help_of(model: type[BaseModel], field: str) -> str:
     return model.model_fields[field].description or ""
 
 
+def output(help_: str) -> Any:
+    """An option for a file that a command writes when it is done."""
+    return typer.Option(help=help_, dir_okay=False, writable=True)
+
+
+def write(path: Path | None, text: Callable[[], str]) -> None:
+    """Write what was found, if a path is given, and make missing folders. A failure is a sentence
+    and ends the command with status 1."""
+    if path is None:
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text(), encoding="utf-8")
+    except (ImportError, OSError) as error:
+        typer.echo(f"{path} was not written: {error}", err=True)
+        raise typer.Exit(1) from None
+
+
 def is_given(context: typer.Context, name: str) -> bool:
     """Whether an option was said, and not left at its default."""
     source = context.get_parameter_source(name)

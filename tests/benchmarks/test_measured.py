@@ -9,8 +9,7 @@ import sys
 from argparse import Namespace
 
 from benchmarks.engine import lockstep_name, sampled_runs, summary
-from benchmarks.shared.measured import MeasuredWay, StepFigures
-from cluster.bench.compare import Contender
+from benchmarks.shared.measured import Contender, MeasuredWay, StepFigures
 from scheduler.config import SchedulerConfig
 from scheduler.messages import Request
 from tests.tiny_pairs import tiny_replica
@@ -77,6 +76,6 @@ def test_the_engines_benchmark_needs_no_ray() -> None:
 import sys
 for name in ("ray", "grpc"):
     sys.modules[name] = None
-import benchmarks.engine, cluster.bench.compare, cluster.bench.engine
+import benchmarks.engine, cluster.bench.engine
 """
     subprocess.run([sys.executable, "-c", code], check=True)

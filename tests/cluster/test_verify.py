@@ -77,9 +77,7 @@ def test_a_difference_is_a_tie_below_the_errors_of_both_ways(
 ) -> None:
     """transformers' float32 makes 8, 8, 0 of 7, 6, 0.5: an error of 2."""
     replica = SimpleNamespace(logits=lambda content: torch.tensor(ours))
-    monkeypatch.setattr(
-        "cluster.bench.transformers_runs.load_model", lambda *_args: Rounding(7.0, 6.0, 0.5)
-    )
+    monkeypatch.setattr("cluster.verify.transformers_model", lambda *_args: Rounding(7.0, 6.0, 0.5))
     found = differences(
         [[9, expected], [9]],
         [[9, got], [9]],

@@ -11,7 +11,8 @@ from __future__ import annotations
 from random import Random
 from statistics import fmean
 
-from cluster.bench.figures import percentile
+import numpy as np
+
 from cluster.simulate import in_order_of_arrival
 from scheduler.config import SchedulerConfig
 from scheduler.messages import ReplicaSpec
@@ -52,7 +53,7 @@ def test_batches_of_near_length_beat_order_of_arrival_at_the_same_load() -> None
         return fmean(one.tokens_per_s() for one in runs)
 
     def slowest(runs: list[Figures], name: str) -> float:
-        return percentile(sorted(each for one in runs for each in getattr(one, name)), 0.99)
+        return float(np.quantile([each for one in runs for each in getattr(one, name)], 0.99))
 
     assert all(one.finished == REQUESTS for one in (*grouped, *arrival))
     assert rate(grouped) > rate(arrival)

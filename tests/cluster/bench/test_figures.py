@@ -4,27 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.bench.figures import Distribution, PoolSums, Record, percentile, summarise, timeline
-
-NOTHING = PoolSums(0, 0, 0, 0)
-
-
-@pytest.mark.parametrize(
-    ("values", "share", "expected"),
-    [
-        ([7.0], 0.99, 7.0),
-        ([1.0, 2.0], 0.5, 1.5),
-        ([1.0, 2.0, 3.0], 0.5, 2.0),
-        ([0.0, 10.0, 20.0, 30.0], 0.9, 27.0),
-        ([float(n) for n in range(101)], 0.99, 99.0),
-        ([float(n) for n in range(101)], 1.0, 100.0),
-        ([float(n) for n in range(101)], 0.0, 0.0),
-    ],
-)
-def test_percentiles_lie_between_neighbours(
-    values: list[float], share: float, expected: float
-) -> None:
-    assert percentile(values, share) == pytest.approx(expected)
+from cluster.bench.figures import Distribution, Record, summarise, timeline
 
 
 def test_a_distribution_needs_no_batch() -> None:
@@ -44,14 +24,14 @@ def served() -> list[Record]:
 
 
 def test_latency_counts_from_the_intended_arrival() -> None:
-    made = summarise(served(), NOTHING, NOTHING)
+    made = summarise(served())
     assert (made.latency_s.mean, made.latency_s.max) == (2.25, 3.0)
     assert (made.ttft_s.mean, made.ttft_s.max) == (1.25, 2.0)
     assert made.late_s.max == 0.5
 
 
 def test_a_failed_request_counts_as_failed_and_in_nothing_else() -> None:
-    made = summarise(served(), NOTHING, NOTHING, retries=3)
+    made = summarise(served(), retries=3)
     assert (made.requests, made.failed, made.errors) == (3, 1, {"UNAVAILABLE": 1})
     assert (made.prompt_tokens, made.new_tokens, made.elapsed_s) == (30, 12, 4.0)
     assert made.cached_tokens == 16
@@ -60,58 +40,30 @@ def test_a_failed_request_counts_as_failed_and_in_nothing_else() -> None:
 
 
 def test_time_per_token_spreads_what_came_after_the_first_arrival() -> None:
-    made = summarise(served(), NOTHING, NOTHING)
+    made = summarise(served())
     assert made.token_s.mean == pytest.approx((1.0 / 7 + 1.0 / 2) / 2)
     assert (made.gap_s.count, made.gap_s.mean) == (3, pytest.approx(2.0 / 3))
 
 
 def test_acceptance_is_summed_by_position_and_per_step() -> None:
-    made = summarise(served(), NOTHING, NOTHING)
+    made = summarise(served())
     assert made.acceptance == pytest.approx(8 / 20)
     assert made.accepted_per_step == pytest.approx(8 / 6)
     assert made.committed_per_step == pytest.approx(12 / 6)
     assert made.accepted_at == pytest.approx((5 / 6, 2 / 6, 1 / 6))
 
 
-def test_spread_and_padding_are_those_of_the_run_alone() -> None:
-    before, after = PoolSums(10, 900, 1000, 2000), PoolSums(14, 912, 1950, 3000)
-    made = summarise(served(), before, after)
-    assert made.spread_mean == 3.0
-    assert made.padding == pytest.approx(0.05)
-
-
-@pytest.mark.parametrize(
-    ("after", "known"),
-    [
-        (PoolSums(14, 912, 1950, 3000, "x", frozenset({"a", "b"})), True),
-        (PoolSums(14, 912, 1950, 3000, "x", frozenset({"a", "b", "new"})), True),
-        # They have grown all the same: those that stayed did more than the one that left had.
-        (PoolSums(14, 912, 1950, 3000, "x", frozenset({"a", "new"})), False),
-        (PoolSums(14, 912, 1950, 3000, "y", frozenset({"a", "b"})), False),
-        # It stood still, or gave no answer at the end.
-        (PoolSums(10, 900, 1000, 2000, "x", frozenset({"a", "b"})), False),
-        (None, False),
-    ],
-)
-def test_sums_that_are_not_of_the_run_give_neither_spread_nor_padding(
-    after: PoolSums | None, known: bool
-) -> None:
-    made = summarise(served(), PoolSums(10, 900, 1000, 2000, "x", frozenset({"a", "b"})), after)
-    assert (made.spread_mean is not None, made.padding is not None) == (known, known)
-    assert made.new_tokens == 12
-
-
 def test_tokens_before_a_stream_was_continued_are_of_no_step_that_is_known() -> None:
     continued = Record(0, 0.0, 0.0, 5, [(1.0, 100), (9.0, 28)], 9.0, "", 10, 40, 18, (10, 8))
-    made = summarise([continued], NOTHING, NOTHING)
+    made = summarise([continued])
     assert made.committed_per_step == pytest.approx(2.8)
     assert made.new_tokens == 128
-    whole = summarise([*served(), continued], NOTHING, NOTHING)
+    whole = summarise([*served(), continued])
     assert whole.committed_per_step == pytest.approx((12 + 28) / 16)
 
 
 def test_a_run_without_requests_has_no_figures() -> None:
-    made = summarise([], NOTHING, NOTHING)
+    made = summarise([])
     assert (made.requests, made.tokens_per_s, made.requests_per_s) == (0, 0.0, 0.0)
     assert made.latency_s is made.acceptance is made.committed_per_step is None
 

@@ -1,6 +1,6 @@
 """Proves: the command measures a server of OpenAI's API over HTTP as it measures gRPC, names it by
-/v1/models, shows several side by side, sends a foreign one nothing but what every server has, and
-says why one cannot be asked."""
+/v1/models, sends a foreign one nothing but what every server has, and says why one cannot be asked.
+"""
 
 from __future__ import annotations
 
@@ -35,32 +35,21 @@ async def over_http(app: FastAPI) -> AsyncIterator[int]:
         await serving
 
 
-async def test_two_servers_are_measured_and_shown_side_by_side(tmp_path: Path) -> None:
-    # The command's thread would import it, for many seconds on a slow machine.
-    import cluster.bench.session  # noqa: F401
-
+async def test_a_server_is_measured_over_http_as_over_grpc(tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "the quick"}\n{"prompt": "brown fox"}\n')
     async with http_frontend() as app, over_http(app) as port:
-        urls = [f"http://127.0.0.1:{port}", f"http://localhost:{port}/v1"]
         arguments = [
             *("bench", "--prompts", str(path), "--requests", "6", "--in-flight", "3"),
             *("--warm-up", "1", "--max-new-tokens", "20", "--json", str(tmp_path / "a.json")),
-            *("--html", str(tmp_path / "a.html")),
-            *(part for url in urls for part in ("--openai", url)),
+            *("--temperature", "0.5", "--openai", f"http://localhost:{port}/v1"),
         ]
-        said = await asyncio.to_thread(lockstep, *arguments)
+        await asyncio.to_thread(lockstep, *arguments)
     data = json.loads((tmp_path / "a.json").read_text())
-    assert list(data["servers"]) == urls
-    for figures in (data["figures"], *data["servers"].values()):
-        assert (figures["requests"], figures["failed"], figures["new_tokens"]) == (6, 0, 120)
-        assert figures["ttft_s"]["count"] == figures["token_s"]["count"] == 6
-    assert data["settings"]["target"] == "tiny"
-    assert "Servers" in said
-    whose = f"of {urls[0]} alone"
-    page = (tmp_path / "a.html").read_text()
-    assert all(whose in text for text in (said, page, *data["notes"][-1:]))
-    assert f"<h2>Load on {urls[0]}</h2>" in page
+    figures = data["figures"]
+    assert (figures["requests"], figures["failed"], figures["new_tokens"]) == (6, 0, 120)
+    assert figures["ttft_s"]["count"] == figures["token_s"]["count"] == 6
+    assert (data["settings"]["target"], data["settings"]["temperature"]) == ("tiny", 0.5)
 
 
 def foreign(owner: str, asked: list[dict[str, Any]]) -> FastAPI:
@@ -128,8 +117,8 @@ async def test_a_foreign_server_is_asked_for_what_it_knows(
 
 
 def test_random_tokens_are_refused_before_a_server_is_asked() -> None:
-    said = lockstep("bench", "--prompt-tokens", "5", "--openai", "http://127.0.0.1:1", code=2)
-    assert "--prompt-tokens: not with --openai" in " ".join(said.replace("│", " ").split())
+    said = lockstep("bench", "--openai", "http://127.0.0.1:1", code=2)
+    assert "prompt_tokens: the server tells no vocabulary; give --prompts" in said
 
 
 def test_a_server_that_is_not_there_is_a_sentence(tmp_path: Path) -> None:

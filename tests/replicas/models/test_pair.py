@@ -19,8 +19,8 @@ from transformers import (
     Qwen3Config,
 )
 
-from cluster.bench.transformers_runs import load_model
 from cluster.local_engine import LocalEngine
+from cluster.verify import transformers_model
 from replicas.config import ReplicaConfig
 from replicas.models.load import PairRefused, dtype_name, resolve, resolve_device
 from replicas.models.pair import check_attention, leave_out_cudnn, load_pair, read_pair
@@ -127,7 +127,7 @@ def test_a_checkpoint_in_fp8_is_the_model_with_its_dequantized_weights(
     save_file(stored, file, {"format": "pt"})
     set_quantization(target, quant_method="fp8", weight_block_size=[8, 8])
     of_fp8 = config(target, None, dtype=dtype)
-    for model in (load_pair(of_fp8).target, load_model(of_fp8, target)):
+    for model in (load_pair(of_fp8).target, transformers_model(of_fp8, target)):
         loaded = dict(model.named_parameters())
         assert loaded.keys() == plain.keys()
         for name, weight in plain.items():

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 
 import pytest
-import torch
 
-from cluster.bench.compare import Way, fastest_assistance, ratio, take_turns
-from cluster.bench.transformers_runs import Assistance, DoesNotRun, Transformers
+from benchmarks.shared.measured import Way, ratio, take_turns
+from benchmarks.shared.transformers_runs import Assistance, Transformers, fastest_assistance
 from scheduler.messages import Request
 from tests.reference import plain_greedy
 from tests.tiny_pairs import target_model, tiny_pair
@@ -48,19 +46,13 @@ def test_ways_take_turns_and_ratios_are_of_one_round() -> None:
     }
     ours, theirs = take_turns(ways, REQUESTS[:2], 2, right, clock=turns.clock)
     assert turns.order == ["ours", "theirs"] * 2
+    # No run finds the prefixes of another.
+    assert len(turns.salts) == len(set(turns.salts)) == 4
     assert ours.tokens_per_s == (4.0, 1.0)
     assert ours.speed == 2.5
     assert (ours.identical, theirs.identical) == (1, 2)
-    made = ratio((ours, theirs), "ours", "theirs")
-    assert made.values == (2.0, 1.0)
-    assert made.median == 1.5
-
-
-def test_no_run_finds_the_prefixes_of_another() -> None:
-    turns = Turns()
-    ways = {name: turns.way(name, [1.0] * 3, [[[1]]] * 3) for name in ("a", "b")}
-    take_turns(ways, REQUESTS[:1], 3, [[1]], clock=turns.clock)
-    assert len(turns.salts) == len(set(turns.salts)) == 6
+    assert ratio((ours, theirs), "ours", "theirs") == 1.5
+    assert ratio((ours, theirs), "ours", "others") is None
 
 
 def test_a_way_may_get_fewer_requests() -> None:
@@ -73,20 +65,6 @@ def test_a_way_may_get_fewer_requests() -> None:
         ways, REQUESTS[:3], 1, [[1], [2], [3]], counts={"few": 1}, clock=turns.clock
     )
     assert (few.prompts, few.identical, every.prompts, every.identical) == (1, 1, 3, 2)
-
-
-def test_a_way_that_does_not_run_says_why_and_is_left_out() -> None:
-    turns = Turns()
-    asked = []
-
-    def broken(requests: Sequence[Request]) -> list[list[int]]:
-        asked.append(1)
-        raise DoesNotRun("no such kernel")
-
-    ways = {"a": turns.way("a", [1.0] * 2, [[[1]]] * 2), "b": broken}
-    a, b = take_turns(ways, REQUESTS[:1], 2, [[1]], clock=turns.clock)
-    assert (b.tokens_per_s, b.does_not_run, len(asked)) == ((), "no such kernel", 1)
-    assert ratio((a, b), "a", "b") is None
 
 
 @pytest.fixture(scope="module")
@@ -119,38 +97,3 @@ def test_the_fastest_assistance_is_chosen_by_the_better_of_its_runs() -> None:
             now_s += next(takes_s[how])
 
     assert fastest_assistance(Timed(), REQUESTS, (slow, quick), lambda: now_s) is quick  # type: ignore[arg-type]
-
-
-def test_continuous_batching_that_fails_gives_the_first_line_of_why(
-    models: Transformers, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fails(**_options: object) -> dict[str, object]:
-        try:
-            raise RuntimeError("no kernel for this\nand more")
-        except RuntimeError as error:
-            logging.getLogger("ContinuousBatchingLogger").error("failed: %s", error, exc_info=True)
-        return {}
-
-    monkeypatch.setattr(target_model("llama"), "generate_batch", fails)
-    with pytest.raises(DoesNotRun, match=r"^5 requests failed: failed: no kernel for this$"):
-        models.continuous(REQUESTS, 2)
-
-
-@pytest.mark.parametrize(
-    ("error", "said"),
-    [
-        (ImportError("no flash_attn\nand more"), "ImportError: no flash_attn"),
-        (torch.OutOfMemoryError("no memory"), "OutOfMemoryError: no memory"),
-        (TypeError("no argument\n'warmup'"), "TypeError: no argument"),
-    ],
-)
-def test_continuous_batching_that_raises_costs_no_other_way(
-    models: Transformers, monkeypatch: pytest.MonkeyPatch, error: Exception, said: str
-) -> None:
-    def fails(**_options: object) -> None:
-        raise error
-
-    monkeypatch.setattr(target_model("llama"), "generate_batch", fails)
-    with pytest.raises(DoesNotRun) as told:
-        models.continuous(REQUESTS, 2)
-    assert str(told.value) == said
