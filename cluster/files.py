@@ -1,7 +1,5 @@
-"""Files that a command is given: prompts to read, and a place to write its result to.
-
-Prompts are JSON lines with `prompt`, or with `turns` as in Spec-Bench (the first is taken).
-"""
+"""Files of prompts: JSON lines with `prompt`, or with `turns` as in Spec-Bench, of which the first
+is taken."""
 
 from __future__ import annotations
 
@@ -57,19 +55,3 @@ def _prompt(line: str, where: str) -> str:
         lone = ord(prompt[error.start])
         raise PromptsError(f"{where}: \\u{lone:04x} is half a character") from None
     return prompt
-
-
-def check_writable(path: Path) -> None:
-    """Raises OSError if it cannot be written, before the work whose result it is to hold.
-
-    Makes missing folders, changes no file and leaves none.
-    """
-    if path.exists():
-        if path.is_file() or path.is_dir():  # the reader of a pipe would take this for its end
-            path.open("ab").close()
-        return
-    # Where a link points to nothing, that is tried, and the link stays.
-    new = path.resolve()
-    new.parent.mkdir(parents=True, exist_ok=True)
-    new.open("ab").close()
-    new.unlink()

@@ -15,7 +15,7 @@ from typing import Any
 from cluster.bench.figures import Distribution
 from cluster.bench.plots import Plot, line, to_svg
 from scheduler.config import SchedulerConfig
-from scheduler.simulation import Experiment, Figures, Sample, Setup, WorkloadRequest
+from scheduler.simulation import Experiment, Figures, Setup, WorkloadRequest
 
 ARRIVAL = "arrival"
 """Rows step in order of arrival, as in EQSPEC (arXiv 2510.22876): never by their lengths."""
@@ -115,18 +115,13 @@ def to_json(described: dict[str, Any], results: Sequence[Result]) -> str:
         "cases": [
             {
                 **_rounded(result.summary()),
-                "over_time": [_rounded(asdict(one)) for one in _over_time(result.figures)],
+                "over_time": [_rounded(asdict(one)) for one in result.figures.samples],
             }
             for result in results
         ],
     }
     text = json.dumps(report, separators=(",", ":"), default=str)
     return text.replace('{"replicas"', '\n{"replicas"') + "\n"
-
-
-def _over_time(figures: Figures) -> list[Sample]:
-    """By the time since the first request came, for a trace's times may begin anywhere."""
-    return [replace(one, at_s=one.at_s - figures.samples[0].at_s) for one in figures.samples]
 
 
 def _rounded(value: Any) -> Any:
@@ -163,7 +158,7 @@ def _overview(results: Sequence[Result]) -> list[Plot]:
 
 def _plots(result: Result) -> list[Plot]:
     figures, setup = result.figures, result.case.setup
-    samples = _over_time(figures)
+    samples = figures.samples
     pairs = [(a, b) for a, b in pairwise(samples) if b.at_s > a.at_s]
 
     def share(name: str, by: int) -> list[tuple[float, float]]:

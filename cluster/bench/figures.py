@@ -67,8 +67,9 @@ class Distribution:
             return None
         import numpy  # --help should not wait for it
 
-        shares = map(float, numpy.quantile(values, (0.5, 0.9, 0.95, 0.99)))
-        return cls(len(values), math.fsum(values) / len(values), *shares, max(values))
+        p50, p90, p95, p99 = map(float, numpy.quantile(values, (0.5, 0.9, 0.95, 0.99)))
+        mean = math.fsum(values) / len(values)
+        return cls(len(values), mean, p50, p90, p95, p99, max(values))
 
 
 @dataclass(frozen=True)

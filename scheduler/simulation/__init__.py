@@ -20,16 +20,12 @@ from scheduler.simulation.replica import (
     reference_output as reference_output,
 )
 from scheduler.simulation.workload import (
-    AcceptanceMix as AcceptanceMix,
     Lengths as Lengths,
     WorkloadRequest as WorkloadRequest,
-    bursts as bursts,
     drawn as drawn,
     lognormal as lognormal,
-    parse_acceptance as parse_acceptance,
     parse_lengths as parse_lengths,
     poisson as poisson,
-    read_trace as read_trace,
     uniform as uniform,
 )
 from scheduler.simulation.world import FaultPlan as FaultPlan, Report as Report, World as World

@@ -145,7 +145,6 @@ class FittedTimes(BaseModel):
     prefill_fixed_s: float = Field(ge=0, description="A prefill batch.")
     prefill_token_s: float = Field(ge=0, description="The same per token.")
     overhead_s: float = Field(default=0, ge=0, description="A step's own time.")
-    kv_tokens: int = Field(default=131_072, ge=1, description="KV positions of a replica.")
 
     def times(self, batch: Batch) -> StepTimes:
         """As `Times` says."""
@@ -158,9 +157,6 @@ class FittedTimes(BaseModel):
         verify_s = self.verify_fixed_s + rows * (k + 1) * self.verify_token_s
         verify_s += rows * batch.rows[-1].length * self.kv_position_s
         return _step_times(draft_s, verify_s, self.overhead_s)
-
-    def kv_blocks(self, block_size: int) -> int:
-        return max(self.kv_tokens // block_size, 1)
 
 
 def _step_times(draft_s: float, verify_s: float, rest_s: float) -> StepTimes:

@@ -40,7 +40,7 @@ def run(config: SchedulerConfig, seed: int) -> Figures:
     setup = Setup(replicas=2, spec=SPEC, times=HARDWARE.times, config=config)
     rng = Random(seed)
     lengths = lognormal(200, 0.8), lognormal(200, 0.6)
-    requests = drawn(poisson(RATE, rng), REQUESTS, *lengths, ((0.7, 1.0),), rng)
+    requests = drawn(poisson(RATE, rng), REQUESTS, *lengths, 0.7, rng)
     return Experiment(setup, requests, Random(f"{seed}/study")).run()
 
 

@@ -38,7 +38,7 @@ def setup(**fields: object) -> Setup:
 def requests(count: int, rate: float | None, seed: int, new: int = 30) -> list[WorkloadRequest]:
     rng = Random(seed)
     arrivals = None if rate is None else poisson(rate, rng)
-    return drawn(arrivals, count, uniform(5, 60), uniform(1, new), ((0.7, 1.0),), rng)
+    return drawn(arrivals, count, uniform(5, 60), uniform(1, new), 0.7, rng)
 
 
 def run(
@@ -132,7 +132,7 @@ def test_one_server_queues_as_pollaczek_and_khinchine_say() -> None:
     service_s, load = 0.002 + 0.010, 0.5
     rng = Random(9)
     due = poisson(load / service_s, rng)
-    workload = drawn(due, 4000, uniform(9, 9), uniform(1, 1), ((0, 1),), rng)
+    workload = drawn(due, 4000, uniform(9, 9), uniform(1, 1), 0.0, rng)
     figures = Experiment(made, workload, Random(0)).run()
     waited_s = load * service_s / (2 * (1 - load))
     assert fmean(figures.latency_s) == pytest.approx(service_s + waited_s, rel=0.1)
