@@ -94,32 +94,14 @@ def serve(
 def generate(
     server: Any,
     request: Any,
-    prompt: Annotated[
-        str | None, typer.Argument(help="The prompt; '-' reads it from stdin.")
-    ] = None,
-    prompts: Annotated[
-        Path | None, typer.Option(help="JSON lines with 'prompt' or 'turns'.", exists=True)
-    ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Only the first N prompts.")] = None,
-    concurrency: Annotated[
-        int | None, typer.Option(min=1, help="Requests of a file in flight; 16 unless given.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object per prompt.")] = False,
+    prompt: Annotated[str, typer.Argument(help="The prompt; '-' reads it from stdin.")],
+    as_json: Annotated[bool, typer.Option("--json", help="The answer as one JSON object.")] = False,
 ) -> None:
-    """Generate text: streamed for one prompt, many in flight for a file, in the file's order."""
-    from cluster.cli import generate as cli_generate
+    """Generate text, streamed."""
+    from cluster.cli.generate import generate as stream
 
-    if (prompt is None) == (prompts is None):
-        raise typer.BadParameter("give either a prompt or --prompts FILE")
-    if prompt is not None:
-        if limit is not None or concurrency is not None:
-            raise typer.BadParameter("--limit, --concurrency: only with --prompts")
-        text = sys.stdin.read() if prompt == "-" else prompt
-        code = cli_generate.one(server, text, request, as_json)
-    else:
-        assert prompts is not None
-        code = cli_generate.many(server, prompts, limit, request, concurrency or 16, as_json)
-    raise typer.Exit(code)
+    text = sys.stdin.read() if prompt == "-" else prompt
+    raise typer.Exit(stream(server, text, request, as_json))
 
 
 @main.command(cls=SectionedCommand)

@@ -12,6 +12,7 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
+from pydantic import ByteSize
 from rich.table import Table
 
 from cluster.cli.terminal import console
@@ -158,10 +159,7 @@ def _as_dict(plan: MemoryPlan, config: ReplicaConfig, device: torch.device) -> d
             "block_bytes": plan.block_bytes,
             "bytes": plan.kv_bytes,
         },
-        "buffers_bytes": {
-            **asdict(counted),
-            "total": counted.total,
-        },
+        "buffers_bytes": {**asdict(counted), "total": counted.total},
         "wanted": asdict(plan.wanted),
         "fits": asdict(plan.work),
         "sequences": {str(length): plan.sequences(length) for length in _lengths(plan)},
@@ -169,10 +167,5 @@ def _as_dict(plan: MemoryPlan, config: ReplicaConfig, device: torch.device) -> d
 
 
 def size(count: int) -> str:
-    """Bytes for people: three digits or so, binary units."""
-    number = float(count)
-    for unit in ("B", "KiB", "MiB"):
-        if number < 1024:
-            return f"{number:,.0f} {unit}" if unit == "B" else f"{number:,.1f} {unit}"
-        number /= 1024
-    return f"{number:,.2f} GiB"
+    """Bytes for people, in binary units."""
+    return ByteSize(count).human_readable(separator=" ")

@@ -14,7 +14,7 @@ import torch
 from typer.testing import CliRunner
 
 from cluster.cli.main import main
-from cluster.cli.plan import planned_of, size
+from cluster.cli.plan import planned_of
 from cluster.config_sources import from_args, from_file
 from cluster.worker import resources
 from replicas import replica as replica_module
@@ -212,12 +212,3 @@ def test_the_table_shows_what_was_wanted_where_less_fits() -> None:
 )
 def test_a_wrong_option_is_named(args: list[str], named: str) -> None:
     assert named in lockstep("plan", "--device", "cpu", *args, code=2)
-
-
-def test_sizes_are_for_people() -> None:
-    assert [size(count) for count in (5, 2048, 3 << 20, 5 << 30)] == [
-        "5 B",
-        "2.0 KiB",
-        "3.0 MiB",
-        "5.00 GiB",
-    ]
