@@ -21,12 +21,13 @@ from typing import Any
 from uuid import uuid4
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from benchmarks.shared.command_line import parser_of
 from benchmarks.shared.measured import MeasuredWay, ratio, side_by_side
 from benchmarks.shared.oracle import OracleDrafter, oracle_replica
 from benchmarks.shared.report import write_json
+from cluster.verify import transformers_greedy
 from replicas.config import ReplicaConfig
 from replicas.drafters import Ask, Seen
 from replicas.drafters.suffix import SuffixDrafter
@@ -102,26 +103,6 @@ def replica_config(args: argparse.Namespace, speculative: dict[str, Any]) -> Rep
         kv_blocks=args.batches[-1] * args.context_len // 16,
         prefix_sharing=False,
     )
-
-
-def generated(target: str, requests: Sequence[Request]) -> list[list[int]]:
-    """By transformers' `generate`, one by one."""
-    model = AutoModelForCausalLM.from_pretrained(
-        resolve(target, weights="float32"), dtype=torch.float32
-    )
-    outputs = []
-    for request in requests:
-        ids = torch.tensor([request.prompt])
-        made = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=request.max_new_tokens,
-            do_sample=False,
-            eos_token_id=list(request.stop_token_ids),
-            pad_token_id=request.stop_token_ids[0],
-        )
-        outputs.append(made[0, len(request.prompt) :].tolist())
-    return outputs
 
 
 def suffix_alone(contents: Sequence[Sequence[int]], length: int = 10_000) -> dict[str, float]:
@@ -236,7 +217,7 @@ def main() -> None:
     if few:
         config = SchedulerConfig(rows_max=8, draft_len=None)
         drafted = FreshWay(replicas["suffix, k chosen"], config)(few)
-        plainly = generated(args.target, few)
+        plainly = transformers_greedy(suffix, few, few[0].stop_token_ids)
         same = sum(one == other for one, other in zip(plainly, drafted, strict=True))
         figures["identical to generate"] = [same, len(few)]
         print(f"identical to transformers' generate: {same} of {len(few)}")

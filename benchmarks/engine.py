@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -41,11 +41,9 @@ from cluster.verify import transformers_model
 from replicas.models.load import resolve
 from replicas.replica import Replica
 from scheduler.config import SchedulerConfig
-from scheduler.messages import Request, SamplingParams
+from scheduler.messages import Request
 
 ASSISTED = "transformers assisted, batch 1"
-SAMPLED = ((1, 0), (1, 4), (8, 0), (8, 4), (16, 4))
-"""Batch and draft length of the runs with a temperature; the first is their reference."""
 
 
 def lockstep_name(batch: int, draft_len: int | None) -> str:
@@ -89,9 +87,8 @@ def main() -> None:
     identical = {
         each.name: f"{each.identical} of {each.prompts}" for each in (*draft_lens, *against)
     }
-    sampled, sampled_identical = sampled_runs(replica, requests[: args.alone_limit])
     print(table(("figure: the median where there are rounds", "value"), list(figures.items())))
-    print(table(("outputs", "identical"), list((identical | sampled_identical).items())))
+    print(table(("outputs", "identical"), list(identical.items())))
     print(f"{perf_counter() - begun_s:.0f} s in all")
     write_json(
         args.json,
@@ -104,14 +101,13 @@ def main() -> None:
             "rounds": args.rounds,
             "assistance": str(assistance),
             "figures": figures,
-            "identical": identical | sampled_identical,
+            "identical": identical,
             "draft_lens": _runs(draft_lens),
             "against": _runs(against),
             "steps": {name: asdict(over_rounds(way.runs)) for name, way in measured.items()},
             "steps_of_rounds": {
                 name: [asdict(run) for run in way.runs] for name, way in measured.items()
             },
-            "sampled": sampled,
         },
     )
 
@@ -130,7 +126,6 @@ def greedy(
     """All greedy runs: the draft lengths of each batch size side by side, then the default one
     against transformers in turns."""
     draft_lens: Contenders = ()
-    ours: dict[int, str] = {}
     counts = {lockstep_name(1, k): args.alone_limit for k in args.draft_lens}
     for way in measured.values():
         way(requests[:2])  # warm-up
@@ -143,14 +138,13 @@ def greedy(
         for each in here:
             _show(each, measured[each.name])
         draft_lens += here
-        ours[batch] = default_name(here, batch, args.draft_lens)
     others: dict[str, Way] = {}
     for batch in args.batches:
         others[transformers_name(batch)] = partial(models.batched, batch=batch)
         if batch == 1:
             others[ASSISTED] = lambda asked: models.assisted(asked, assistance)
             counts |= dict.fromkeys(others, args.alone_limit)
-        others[ours[batch]] = measured[ours[batch]]
+        others[lockstep_name(batch, None)] = measured[lockstep_name(batch, None)]
     for name in others.keys() - measured.keys():
         others[name](requests[:2])  # warm-up
     against = take_turns(
@@ -168,12 +162,6 @@ def best_fixed(contenders: Contenders, batch: int, draft_lens: Sequence[int | No
     return max(fixed, key=lambda k: speed[lockstep_name(batch, k)])
 
 
-def default_name(contenders: Contenders, batch: int, draft_lens: Sequence[int | None]) -> str:
-    """Lockstep with the draft length chosen, where that was run, else with the best fixed one."""
-    chosen = None in draft_lens
-    return lockstep_name(batch, None if chosen else best_fixed(contenders, batch, draft_lens))
-
-
 def summary(
     draft_lens: Contenders,
     against: Contenders,
@@ -189,15 +177,14 @@ def summary(
         if found is not None:
             figures[name] = found
 
-    default = {batch: default_name(draft_lens, batch, args.draft_lens) for batch in args.batches}
-    for batch, ours in default.items():
+    for batch in args.batches:
+        ours = lockstep_name(batch, None)
         best = best_fixed(draft_lens, batch, args.draft_lens)
         fixed = lockstep_name(batch, best)
         figures[f"best fixed k, batch {batch}"] = str(best)
         figures[f"tokens/s, batch {batch}"] = speed[ours]
         put(f"over k = 0, batch {batch}", draft_lens, ours, lockstep_name(batch, 0))
-        if ours != fixed:
-            put(f"chosen k over the best fixed k, batch {batch}", draft_lens, ours, fixed)
+        put(f"chosen k over the best fixed k, batch {batch}", draft_lens, ours, fixed)
         name = transformers_name(batch)
         put(f"over transformers' generate, batch {batch}", against, ours, name)
         if batch == 1:
@@ -207,26 +194,6 @@ def summary(
         figures[f"between batches, batch {batch}"] = steps.between_batches
         figures[f"padding, batch {batch}"] = steps.padding
     return figures
-
-
-def sampled_runs(
-    replica: Replica, requests: Sequence[Request]
-) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
-    """Sampling: the steps' figures, and outputs equal to those at batch 1 without speculation."""
-    drawn = [
-        replace(request, sampling=SamplingParams(temperature=1.0, top_p=0.95, seed=i))
-        for i, request in enumerate(requests)
-    ]
-    figures, identical = {}, {}
-    expected: list[list[int]] = []
-    for batch, k in SAMPLED:
-        way = MeasuredWay(replica, SchedulerConfig(rows_max=batch, draft_len=k))
-        outputs = way(drawn)
-        expected = expected or outputs
-        name = f"sampled, {lockstep_name(batch, k)}"
-        same = sum(a == b for a, b in zip(outputs, expected, strict=True))
-        figures[name], identical[name] = asdict(way.figures), f"{same} of {len(outputs)}"
-    return figures, identical
 
 
 def _arguments() -> argparse.Namespace:
@@ -244,12 +211,12 @@ def _arguments() -> argparse.Namespace:
         type=_draft_len,
         nargs="+",
         default=[None, 0, 2, 4, 6],
-        help="'auto' chooses by measurement; 0 has to be among them",
+        help="'auto' chooses by measurement; it and 0 have to be among them",
     )
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
-    if 0 not in args.draft_lens:
-        parser.error("--draft-lens: 0 has to be among them")
+    if not {None, 0} <= set(args.draft_lens):
+        parser.error("--draft-lens: auto and 0 have to be among them")
     return args
 
 

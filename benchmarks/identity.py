@@ -23,9 +23,10 @@ from jsonschema import Draft202012Validator
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoTokenizer
 
-from benchmarks.drafters import asked, generated, question_parser, replica_config
+from benchmarks.drafters import asked, question_parser, replica_config
 from benchmarks.shared.oracle import OracleDrafter
 from cluster.local_engine import LocalEngine
+from cluster.verify import transformers_greedy
 from replicas.decoding import grammar_of
 from replicas.drafters.eagle3.planted import planted_head, planted_tensors
 from replicas.models.load import resolve
@@ -144,7 +145,8 @@ def main() -> None:
     path: Path = args.json
     said: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     if "generate" not in said:
-        said["generate"] = generated(args.target, greedy)
+        config, ends = replica_config(args, NONE), greedy[0].stop_token_ids
+        said["generate"] = list(transformers_greedy(config, greedy, ends))
         path.write_text(json.dumps(said))
     plain = Replica.load(replica_config(args, NONE))
     if "sampled" not in said:

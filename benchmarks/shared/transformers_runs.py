@@ -7,42 +7,28 @@ text is not looked for, so that all ways do the same work.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import GenerationConfig
 
 from scheduler.messages import Request
 
-TRIAL_PROMPTS, TRIAL_TOKENS = 2, 64
-"""What settings of assisted generation are tried on."""
 
-
-@dataclass(frozen=True)
-class Assistance:
+class Assistance(NamedTuple):
     """How assisted generation drafts."""
 
     draft_tokens: int
-    """Most draft tokens per step."""
+    """Most per step; the number does not change."""
     confidence: float = 0.0
     """The draft stops before a token that it gives less than this; 0 never does."""
 
-    def __str__(self) -> str:
-        stop = f", stops below {self.confidence:g}" if self.confidence else ""
-        return f"{self.draft_tokens} tokens, constant{stop}"
 
-
-ASSISTANCES = (
-    Assistance(20, 0.4),
-    Assistance(20, 0.2),
-    Assistance(8, 0.4),
-    Assistance(4),
-    Assistance(6),
-    Assistance(8),
-)
+ASSISTANCES = tuple(Assistance(*how) for how in ((20, 0.4), (20, 0.2), (8, 0.4), (4,), (6,), (8,)))
 """Those that are tried; the first is transformers' default."""
+TRIAL_PROMPTS = 2
+"""Of those that they are tried on."""
 
 
 class Transformers:
@@ -62,8 +48,7 @@ class Transformers:
             members = ordered[begin : begin + batch]
             prompts = [requests[i].prompt for i in members]
             width = max(map(len, prompts))
-            padding = [width - len(prompt) for prompt in prompts]
-            rows = list(zip(padding, prompts, strict=True))
+            rows = [(width - len(prompt), prompt) for prompt in prompts]
             ids = torch.tensor([[0] * blank + list(prompt) for blank, prompt in rows])
             mask = torch.tensor([[0] * blank + [1] * len(prompt) for blank, prompt in rows])
             out = self._generate(ids, mask, max(requests[i].max_new_tokens for i in members))
@@ -108,10 +93,7 @@ def fastest_assistance(
     clock: Callable[[], float] = perf_counter,
 ) -> Assistance:
     """The setting of assisted generation that is fastest on a few of these requests."""
-    few = [
-        replace(request, max_new_tokens=min(request.max_new_tokens, TRIAL_TOKENS))
-        for request in requests[:TRIAL_PROMPTS]
-    ]
+    few = requests[:TRIAL_PROMPTS]
 
     def seconds(how: Assistance) -> float:
         begun_s = clock()

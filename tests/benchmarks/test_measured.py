@@ -8,7 +8,7 @@ import subprocess
 import sys
 from argparse import Namespace
 
-from benchmarks.engine import lockstep_name, sampled_runs, summary
+from benchmarks.engine import lockstep_name, summary
 from benchmarks.shared.measured import Contender, MeasuredWay, StepFigures
 from scheduler.config import SchedulerConfig
 from scheduler.messages import Request
@@ -62,13 +62,6 @@ def test_the_summary_is_of_all_rounds_and_not_of_the_last() -> None:
     assert figures["neither draft nor target forward, batch 8"] == 0.06
     assert figures["between batches, batch 8"] == 0.02
     assert figures["padding, batch 8"] == 0.2
-
-
-def test_sampled_runs_are_compared_with_those_at_batch_1_without_drafting() -> None:
-    requests = [Request(str(n), tuple(range(3, 9 + n)), 6) for n in range(3)]
-    sampled, identical = sampled_runs(tiny_replica("llama"), requests)
-    assert set(identical.values()) == {"3 of 3"}
-    assert all(0 < run["overhead"] < 1 for run in sampled.values())
 
 
 def test_the_engines_benchmark_needs_no_ray() -> None:
