@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from cluster.cli.client_flags import with_request, with_server
-from cluster.cli.flags import ENGINE, is_given, output, with_settings, write
+from cluster.cli.flags import ENGINE, output, with_settings, write
 
 if TYPE_CHECKING:
     from cluster.bench.report import Report
@@ -24,7 +24,6 @@ NEW_TOKENS = 128
 @with_settings(*ENGINE)
 @with_request("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "draft_len")
 def bench(
-    context: typer.Context,
     settings: Any,
     server: Any,
     request: Any,
@@ -50,8 +49,11 @@ def bench(
         typer.Option(help="JSON lines with 'prompt' or 'turns'.", exists=True, dir_okay=False),
     ] = None,
     prompt_tokens: Annotated[
-        str, typer.Option(help="Without --prompts: random ones of so many tokens.", metavar="N..M")
-    ] = "64..256",
+        str | None,
+        typer.Option(
+            help="Random prompts of so many tokens; the default, 64..256.", metavar="N..M"
+        ),
+    ] = None,
     limit: Annotated[int, typer.Option(min=1, help="Distinct prompts at most.")] = 64,
     requests: Annotated[
         int | None, typer.Option(min=1, help="How many to send; 64 without --duration.")
@@ -93,12 +95,13 @@ def bench(
         raise typer.BadParameter("--model, --endpoint: only with --openai")
     if in_flight is not None and rate is not None:
         raise typer.BadParameter("give either --in-flight or --rate")
-    if prompts is not None and is_given(context, "prompt_tokens"):
+    if prompts is not None and prompt_tokens is not None:
         raise typer.BadParameter("give either --prompts or --prompt-tokens")
     from cluster.bench.arrivals import Closed, Extent, Poisson
     from cluster.bench.session import Plan
     from scheduler.simulation import parse_lengths
 
+    prompt_tokens = prompt_tokens or "64..256"
     try:
         parse_lengths(prompt_tokens)
     except ValueError as error:

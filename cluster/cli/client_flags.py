@@ -19,11 +19,6 @@ def with_server(command: Command) -> Command:
     return adding("server", parameters_of(_server), lambda options: _server(**options))(command)
 
 
-def help_of_request(field: str) -> str:
-    """Of a field of a GenerateRequest."""
-    return _REQUEST[field][1]
-
-
 class PriorityName(StrEnum):
     """The queue's classes, as people write them."""
 

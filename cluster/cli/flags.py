@@ -249,12 +249,6 @@ def write(path: Path | None, text: Callable[[], str]) -> None:
         raise typer.Exit(1) from None
 
 
-def is_given(context: typer.Context, name: str) -> bool:
-    """Whether an option was said, and not left at its default."""
-    source = context.get_parameter_source(name)
-    return source is not None and source.name != "DEFAULT"
-
-
 def keyword(name: str, annotation: Any) -> inspect.Parameter:
     """An option that is None where it is not given."""
     kind = inspect.Parameter.KEYWORD_ONLY

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from cluster.cli.bench import bench
-from cluster.cli.client_flags import PriorityName, help_of_request, with_request, with_server
+from cluster.cli.client_flags import PriorityName, with_request, with_server
 from cluster.cli.flags import ENGINE, SectionedCommand, help_of, with_settings
 from cluster.cli.simulate import simulate
 from cluster.config import ConfigError, ServerConfig
@@ -106,15 +106,17 @@ def generate(
 
 @main.command(cls=SectionedCommand)
 @with_settings(*ENGINE, model=True)
+@with_request("max_new_tokens", "temperature", "seed")
 def verify(
     settings: Any,
+    request: Any,
     prompts: Annotated[Path, typer.Option(help="JSON lines of prompts.", exists=True)],
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first N prompts.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens per prompt.")] = 128,
-    temperature: Annotated[float, typer.Option(min=0, help=help_of_request("temperature"))] = 0.0,
-    seed: Annotated[int, typer.Option(min=0, help="Of the noise, with a temperature.")] = 0,
 ) -> None:
-    """Compare every token with plain decoding of the target; status 1 if any differs."""
+    """Compare every token with plain decoding of the target; status 1 if any differs.
+
+    Each prompt has 128 new tokens unless told otherwise.
+    """
     from cluster import verify as verifying
     from cluster.cli.terminal import Bars, console
     from cluster.files import read_prompts
@@ -122,7 +124,7 @@ def verify(
     from scheduler.errors import InvalidRequest
     from scheduler.messages import SamplingParams
 
-    sampling = SamplingParams(temperature=temperature, seed=seed)
+    max_new_tokens = request.pop("max_new_tokens", 128)
     try:
         texts = read_prompts(prompts, limit)
         with Bars() as bars:
@@ -131,7 +133,7 @@ def verify(
                 texts,
                 settings.planned_replica,
                 settings.scheduler,
-                sampling,
+                SamplingParams(**request),
                 max_new_tokens,
                 bars.note,
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import subprocess
 import sys
 from importlib.metadata import version
@@ -165,14 +166,5 @@ def test_status_fits_80_columns_and_cuts_no_word() -> None:
     assert "…" not in text
     assert "2 replicas: a-target, bfloat16 on cuda:0; drafter none; context 131072" in text
     assert "draining: 5drh0vsd.e90a01" in text
-    rows = [line.split() for line in text.splitlines()]
-    for row in (
-        ["replica", "rows", "batches", "KV", "free", "k", "step", "accepted"],
-        ["shard", "up", "replicas", "waiting", "running", "tokens", "due", "tokens/s"],
-        [
-            *("5drh0vsd.e90a00", "128", "2", "100%", "of", "1234567", "12"),
-            *("12.3", "ms", "0%", "/", "0%"),
-        ],
-        ["pool-0a1b2c3d-1", "silent"],
-    ):
-        assert row in rows
+    assert re.search(r"5drh0vsd.e90a00 +128 +2 +100% of 1234567 +12 +12.3 ms +0% / 0%", text)
+    assert re.search("pool-0a1b2c3d-1 +silent", text)

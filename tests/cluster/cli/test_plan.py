@@ -119,20 +119,6 @@ def test_options_override_the_file(tmp_path: Path) -> None:
     assert (planned["device"], wanted["pass_tokens"]) == ("cpu", 3 * 96)
 
 
-def test_what_is_wrong_with_a_file_is_named(tmp_path: Path) -> None:
-    path = written(tmp_path, "replica: {device: 'cuda:1'}\n")
-    said = lockstep("plan", "--config", path, "--tensor-parallel", "2", code=2)
-    assert "device cuda:1 is one of several" in said
-
-
-def test_a_plan_says_whether_it_is_deterministic() -> None:
-    args = ("--dtype", "bfloat16", "--memory", "100MiB")
-    given, other = plan(*args, "--deterministic"), plan(*args)
-    assert (given["deterministic"], other["deterministic"]) == (True, False)
-    shown = lockstep("plan", "--device", "cpu", *args, "--deterministic")
-    assert "bfloat16 on cpu, deterministic" in shown
-
-
 def test_a_part_of_a_gpu_is_planned_for_where_replicas_share_one() -> None:
     shared = from_args({"actors": {"replica_gpus": 0.5}})
     assert planned_of(shared).gpu_share == 0.5
@@ -187,21 +173,28 @@ def test_a_rank_has_its_part_of_the_target_and_of_the_kv_cache() -> None:
     assert "each of 4 ranks" in lockstep("plan", *sizes, *args, "--tensor-parallel", "4")
 
 
-def test_too_little_names_the_least_on_the_terminal_too() -> None:
-    said = lockstep("plan", "--device", "cpu", "--memory", "30MiB", code=1)
-    assert "30 MiB do not hold the weights (28 MiB)" in said
-    assert "MiB would, or a smaller context_len" in said
-
-
-def test_the_table_shows_what_was_wanted_where_less_fits() -> None:
-    said = lockstep("plan", "--device", "cpu", "--memory", "80MiB")
-    assert "weights of the target" in said
-    assert "Wanted: 32 rows, draft length 8" in said
+@pytest.mark.parametrize(
+    ("args", "code", "says"),
+    [
+        (["--memory", "30MiB"], 1, ["30 MiB do not hold the weights (28 MiB)", "MiB would, or"]),
+        (["--memory", "80MiB"], 0, ["Wanted: 32 rows, draft length 8"]),
+        (
+            ["--memory", "100MiB", "--dtype", "bfloat16", "--deterministic"],
+            *(0, ["bfloat16 on cpu, deterministic", "weights of the target"]),
+        ),
+    ],
+)
+def test_the_terminal_says_what_fits_or_the_least_that_would(
+    args: list[str], code: int, says: list[str]
+) -> None:
+    shown = lockstep("plan", "--device", "cpu", *args, code=code)
+    assert [each for each in says if each not in shown] == []
 
 
 @pytest.mark.parametrize(
     ("args", "named"),
     [
+        (["--device", "cuda:1", "--tensor-parallel", "2"], "device cuda:1 is one of several"),
         (["--memory", "much"], "--memory"),
         (["--context-len", "4096"], "context_len: 4096 is over"),
         (["--target", "/nowhere"], "/nowhere"),

@@ -105,34 +105,28 @@ def test_it_serves_with_the_first_replica_and_says_how_many_there_are(
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "state", "said", "stopped"),
     [
-        ({}, {"ready": False}),
+        ({}, {}, "Lockstep did not start", [True]),
         # Serve believes in a replica that the pool does not have.
-        ({}, {"ready": False, "all_up": True}),
-        (ZERO, {"ready": False}),
+        ({}, {"all_up": True}, "Lockstep did not start", [True]),
+        (ZERO, {}, "Lockstep did not start", [True]),
+        # Requests may wait for the first replica of what is there.
+        ({}, {"updates": True}, "The update failed, and what there is stays", []),
     ],
 )
 def test_what_does_not_start_is_one_line_and_an_exit_status(
     settings: dict[str, Any],
-    said: dict[str, Any],
+    state: dict[str, Any],
+    said: str,
+    stopped: list[bool],
     serve: Serve,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    status, cluster = serve(settings, **said)
+    status, cluster = serve(settings, ready=False, **state)
     line = "not up within 3 s (actors.start_s); replica: 0 up (No GPU.)"
-    assert capsys.readouterr().out.splitlines()[-1] == f"Lockstep did not start: {line}"
-    assert (status, cluster.stopped) == (1, [True])
-
-
-def test_an_update_that_fails_deletes_nothing(
-    serve: Serve, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Also where nothing is ready at this moment: requests may wait for the first replica."""
-    status, cluster = serve({}, updates=True, ready=False)
-    said = capsys.readouterr().out.splitlines()[-1]
-    assert said.startswith("The update failed, and what there is stays: not up within 3 s")
-    assert (status, cluster.stopped) == (1, [])
+    assert capsys.readouterr().out.splitlines()[-1] == f"{said}: {line}"
+    assert (status, cluster.stopped) == (1, stopped)
 
 
 def test_an_update_that_does_not_come_to_its_end_leaves_in_place_what_serves(
