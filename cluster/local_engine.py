@@ -63,8 +63,6 @@ class Output:
     reason: FinishReason | None = None
     usage: Usage = field(default_factory=Usage)
     message: str = ""
-    submitted_s: float = 0.0
-    first_token_s: float | None = None
     finished_s: float | None = None
 
 
@@ -99,7 +97,7 @@ class LocalEngine:
         held = self.outputs.get(request.id)
         if held is not None and held.finished_s is None:
             raise InvalidRequest("id", "a request with this id is live")
-        output = self.outputs[request.id] = Output(submitted_s=self._clock())
+        output = self.outputs[request.id] = Output()
         self._feed(Submit(request))
         return output
 
@@ -169,7 +167,6 @@ class LocalEngine:
                 assert start == len(output.tokens), "tokens come in order, none twice"
                 output.tokens.extend(tokens)
                 output.logprobs.extend(extras)
-                output.first_token_s = output.first_token_s or now_s
             case Finish(request_id, reason, usage, message):
                 output = self.outputs[request_id]
                 assert output.reason is None, "a request finishes once"
