@@ -131,9 +131,8 @@ async def _warm_up(plan: Plan, send: Send, note: Note) -> None:
 
 
 async def _load(plan: Plan, send: Send, note: Note) -> list[Record]:
-    return await drive(
-        send, plan.arrivals, plan.extent, _noting(note, "load", plan.extent.requests)
-    )
+    noting = _noting(note, "load", plan.extent.requests)
+    return await drive(send, plan.arrivals, plan.extent, noting)
 
 
 def _salted(workload: Workload) -> Workload:
@@ -147,15 +146,14 @@ def _noting(note: Note, phase: str, total: int | None) -> Callable[[int], None]:
 
 def _served(target: str, drafter: str, replica: Any) -> dict[str, Any]:
     """`replica`: what it says of itself, here or by status."""
-    drafter = drafter or "none"
-    return {
-        "target": target, "drafter": drafter, "device": replica.device, "dtype": replica.dtype
-    }  # fmt: skip
+    own = {"device": replica.device, "dtype": replica.dtype}
+    return {"target": target, "drafter": drafter or "none", **own}
 
 
 def report_of(
     plan: Plan, records: list[Record], served_by: Mapping[str, Any], retries: int = 0
 ) -> Report:
+    """What was asked for, and what came of it."""
     random_tokens = f"random tokens, {plan.prompt_tokens} per prompt"
     return Report(
         created=datetime.now().astimezone().isoformat(timespec="seconds"),
