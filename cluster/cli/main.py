@@ -68,10 +68,10 @@ def serve(
     verbose: Verbose = False,
 ) -> None:
     """Serve until Ctrl-C or SIGTERM; running requests may finish within the grace time."""
-    from cluster.cli.serve import at_revision, with_key, with_paths
+    from cluster.cli.serve import at_revision, serve_until_signal, with_key, with_paths
     from cluster.frontend.admission.control import check_exposure
 
-    try:
+    with _errors():
         if revision is not None:
             settings = at_revision(settings, revision)
         settings = with_paths(settings)
@@ -81,10 +81,6 @@ def serve(
         check_exposure(settings)
         if settings.auth.keys_file is not None:
             store.read(Path(settings.auth.keys_file))
-    except (ConfigError, OSError) as error:
-        raise typer.BadParameter(str(error)) from None
-    from cluster.cli.serve import serve_until_signal
-
     raise typer.Exit(serve_until_signal(settings, verbose))
 
 
