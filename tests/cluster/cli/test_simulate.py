@@ -1,12 +1,11 @@
-"""Proves: `lockstep simulate` says what came of it as a table, JSON and a picture, the same for the
-same seed, and refuses what it cannot simulate by the option's name."""
+"""Proves: `lockstep simulate` says what came of it as a table, JSON and a picture, and refuses what
+it cannot simulate by the option's name."""
 
 from __future__ import annotations
 
 import json
 import re
 from pathlib import Path
-from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -16,19 +15,14 @@ from tests.cluster.cli.command import lockstep
 SMALL = ["--requests", "30", "--new-tokens", "5..20", "--prompt-tokens", "30"]
 
 
-def simulated(tmp_path: Path, *args: str) -> Any:
-    path = tmp_path / "out" / "figures.json"
-    lockstep("simulate", *SMALL, "--json", str(path), *args)
-    return json.loads(path.read_text())
-
-
 def test_each_case_has_its_figures(tmp_path: Path) -> None:
-    picture = tmp_path / "out" / "picture.svg"
-    report = simulated(
-        tmp_path,
-        *("--replicas", "2,4", "--shards", "1,2", "--baseline", "eqspec", "--in-flight", "8"),
-        *("--per-replica", "--svg", str(picture), "--draft-len", "4"),
+    path, picture = tmp_path / "out" / "figures.json", tmp_path / "out" / "picture.svg"
+    lockstep(
+        *("simulate", *SMALL, "--replicas", "2,4", "--shards", "1,2", "--baseline", "eqspec"),
+        *("--in-flight", "8", "--per-replica", "--draft-len", "4"),
+        *("--json", str(path), "--svg", str(picture)),
     )
+    report = json.loads(path.read_text())
     assert report["simulated"]["scheduler"]["draft_len"] == 4
     asked = report["simulated"]["options"]
     assert (asked["in_flight"], asked["per_replica"], asked["replicas"]) == (8, True, "2,4")
@@ -75,7 +69,7 @@ def test_where_nothing_finished_there_is_a_report_and_an_error(tmp_path: Path) -
     ElementTree.parse(picture)
 
 
-def test_a_file_that_cannot_be_written_costs_no_table(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_written_costs_no_table() -> None:
     said = lockstep("simulate", *SMALL, "--rate", "20", "--json", "/dev/null/a.json", code=1)
     assert "tokens/s" in said
     assert "/dev/null/a.json was not written: " in said
