@@ -104,13 +104,10 @@ def _table(plan: MemoryPlan, config: ReplicaConfig, device: torch.device) -> Tab
     table.add_section()
     table.add_row("together", size(plan.total), "with the largest of ( )")
     if plan.budget is not None:
-        table.add_row("budget", size(plan.budget), _origin(config))
+        origin = "a share of what is free" if config.memory is None else "as given"
+        table.add_row("budget", size(plan.budget), origin)
     table.add_row("least", size(plan.least), "one row, one full sequence")
     return table
-
-
-def _origin(config: ReplicaConfig) -> str:
-    return "as given" if config.memory is not None else "a share of what is free"
 
 
 def _what_fits(plan: MemoryPlan) -> list[str]:

@@ -55,29 +55,16 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
         ("plan", {"method": "draft_model", "model": "tiny", "num_speculative_tokens": 8}),
     ],
 )
-def test_a_method_is_what_a_command_drafts_by(command: str, said: dict[str, Any], run: Run) -> None:
-    result, used = run(
-        command, "--target", "planted:tiny", "--speculative-config", json.dumps(said)
-    )
-    assert result.exit_code == 0, result.output
-    assert [one.drafting for one in used] == [SpeculativeConfig(**said)]
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_a_file_says_it_likewise_and_a_flag_goes_before_it(
-    command: str, run: Run, tmp_path: Path
+def test_a_command_drafts_by_what_a_flag_says_or_else_a_file(
+    command: str, said: dict[str, Any], run: Run, tmp_path: Path
 ) -> None:
     path = tmp_path / "settings.yaml"
     path.write_text("target: x/y\nspeculative: {method: suffix, num_speculative_tokens: 3}\n")
-    flag = ("--speculative-config", '{"method": "draft_model", "model": "tiny"}')
-    for flags in ((), flag):
-        assert run(command, "--config", str(path), *flags)[0].exit_code == 0
-    _, used = run("plan", "--config", str(path), "--draft", "null")
-    assert [(one.drafting.method, one.drafting.num_speculative_tokens) for one in used] == [
-        ("suffix", 3),
-        ("draft_model", None),
-        ("none", None),
-    ]
+    for flags in (("--speculative-config", json.dumps(said)), ()):
+        result, used = run(command, "--config", str(path), *flags)
+        assert result.exit_code == 0, result.output
+    of_the_file = SpeculativeConfig(method="suffix", num_speculative_tokens=3)
+    assert [one.drafting for one in used] == [SpeculativeConfig(**said), of_the_file]
 
 
 def test_the_word_none_is_the_method_and_null_the_default(run: Run, tmp_path: Path) -> None:
@@ -86,8 +73,10 @@ def test_the_word_none_is_the_method_and_null_the_default(run: Run, tmp_path: Pa
         path.write_text(f"target: x/y\n{text}\n")
         assert run("serve", "--config", str(path))[0].exit_code == 0
     for word in ("none", "null"):
-        _, used = run("serve", "x/y", "--speculative-config", word)
-    assert [one.drafting.method for one in used] == ["none", "none", "suffix", "none", "suffix"]
+        run("serve", "x/y", "--speculative-config", word)
+    _, used = run("serve", "x/y", "--draft", "null")
+    methods = ["none", "none", "suffix", "none", "suffix", "none"]
+    assert [one.drafting.method for one in used] == methods
 
 
 @pytest.mark.parametrize("command", COMMANDS)
