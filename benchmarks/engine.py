@@ -192,7 +192,6 @@ def summary(
         steps = over_rounds(measured[ours].runs)
         figures[f"neither draft nor target forward, batch {batch}"] = steps.overhead
         figures[f"between batches, batch {batch}"] = steps.between_batches
-        figures[f"padding, batch {batch}"] = steps.padding
     return figures
 
 
@@ -235,7 +234,7 @@ def _show(contender: Contender, way: MeasuredWay | None) -> None:
         steps = over_rounds(way.runs[-len(contender.tokens_per_s) :])
         line += (
             f"  {steps.committed_per_step:5.2f} tokens/row/step  overhead {steps.overhead:6.1%}"
-            f"  padding {steps.padding:6.1%}  between batches {steps.between_batches:6.1%}"
+            f"  between batches {steps.between_batches:6.1%}"
         )
     print(line, flush=True)
 

@@ -176,11 +176,10 @@ def _step_timings(replica: Trial, rows_max: int, draft_len_max: int) -> list[Ste
 
 def _timing(batch: Batch, result: StepResult) -> StepTiming:
     times = result.times
-    longest = batch.rows[-1].length + batch.draft_len
     return StepTiming(
         rows=len(batch.rows),
         draft_len=batch.draft_len,
-        kv_read=min(result.kv_positions_read, len(batch.rows) * longest),
+        kv_read=sum(row.length + row.draft_len for row in batch.rows),
         draft_s=times.draft_s,
         verify_s=times.verify_s,
         rest_s=times.total_s - times.draft_s - times.verify_s - times.prefill_s,

@@ -41,8 +41,6 @@ class Outcome:
     drafted: Sequence[int]
     """Draft tokens that it had: the drafter may propose fewer than were asked for."""
     accepted: list[int]
-    positions_read: int
-    """KV positions that the target's attention read, padding included."""
 
 
 def step(
@@ -69,7 +67,7 @@ def step(
         ranges = [(start, start + width) for start, width in zip(starts, widths, strict=True)]
         window = target.backend.ranges_layout(rows.table, ranges)
     chosen, taps = _verify(target, drafter, rows, hooks, proposal, tokens, window, widths, watch)
-    outcome = _outcome(rows, proposal, chosen, window.positions_read)
+    outcome = _outcome(rows, proposal, chosen)
     if drafter is not None:
         seen = _seen(rows, outcome, own, widths, taps)
         if drafter.taps:  # work for the device, once per step and by its tokens, as the check is
@@ -191,12 +189,7 @@ def of_numbers(
     return chosen.masked_fill((best > -math.inf).logical_not(), _NO_TOKEN)
 
 
-def _outcome(
-    rows: Ask,
-    proposal: Proposal,
-    chosen: Sequence[Sequence[int]],
-    positions_read: int,
-) -> Outcome:
+def _outcome(rows: Ask, proposal: Proposal, chosen: Sequence[Sequence[int]]) -> Outcome:
     """What the rows commit, within each row's own draft length."""
     drafted = proposal.tokens.t().tolist()
     committed, accepted = [], []
@@ -213,7 +206,7 @@ def _outcome(
             )
         committed.append(mine)
         accepted.append(right)
-    return Outcome(committed, proposal.lens, accepted, positions_read)
+    return Outcome(committed, proposal.lens, accepted)
 
 
 def _seen(

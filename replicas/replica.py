@@ -92,7 +92,6 @@ class Replica:
             **_drafting(config, plan, drafter),
             rows_max=plan.rows_max,
             prefix_sharing=config.prefix_sharing,
-            reads_apart=self.target.backend.reads_apart,
             target=pair.target_name,
             device=str(pair.device),
             dtype=dtype,
@@ -249,7 +248,7 @@ class Replica:
         tallies = [Tally(batch.draft_len) for _ in rows]
         table = self.blocks.table(ids, self._device)
         sampling = SamplingBatch.of([resident.sampling for resident in rows], self._device)
-        own = read = done = 0
+        done = 0
         hooks: DecodingRows | None = None
         try:
             if any(resident.decoding is not None for resident in rows):
@@ -260,10 +259,8 @@ class Replica:
                     for row, resident in zip(batch.rows, rows, strict=True)
                 ]
                 contents = [resident.content for resident in rows]
-                own += sum(map(len, contents)) + len(rows) * max(caps)
                 of_step = Ask(ids, contents, caps, sampling, table)
                 outcome = step(self.target, self.drafter, of_step, hooks, watch)
-                read += outcome.positions_read
                 ended = False
                 for index, (resident, tally) in enumerate(zip(rows, tallies, strict=True)):
                     tokens, accepted = outcome.committed[index], outcome.accepted[index]
@@ -303,9 +300,6 @@ class Replica:
                 prefill_s=watch.seconds("catch_up"),
                 total_s=perf_counter() - start,
             ),
-            kv_positions_own=own,
-            # A recorded pass knows no lengths; the kernel reads each row to its own end.
-            kv_positions_read=own if self.spec.attention == "paged" else read,
         )
 
     def _ready(self, row: StepRow, steps: int) -> Resident:

@@ -194,11 +194,6 @@ class StepResult:
     rows: tuple[RowResult, ...]
     steps: int = 0
     times: StepTimes = StepTimes()
-    kv_positions_own: int = 0
-    """KV positions that rows read of their own content, summed over the target's forward passes."""
-    kv_positions_read: int = 0
-    """The same with all that pads it: up to the longest row of what is read together, of a fixed
-    shape all of its bucket, in place whole blocks where the kernel reads those."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +206,7 @@ class StepTiming:
     rows: int
     draft_len: int
     kv_read: float
-    """KV positions that the target read, without what pads a fixed shape."""
+    """KV positions that the target read."""
     draft_s: float
     """All draft passes together."""
     verify_s: float
@@ -264,8 +259,6 @@ class ReplicaSpec:
     """How its layers compute, and whether a token's bits depend on the batch, for people."""
     fingerprint: str = ""
     """Of the target's weights, the dtype and what else decides output; empty: unknown."""
-    reads_apart: bool = False
-    """Whether a row of a batch reads about as far as its own KV goes, not as far as the longest."""
     timings: tuple[StepTiming | PrefillTiming, ...] = field(default=(), compare=False)
     """Trials that it ran before it joined; what the pool believes of its speed at first."""
     acceptance: float | None = field(default=None, compare=False)

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from statistics import mean
 from time import perf_counter
 
 import torch
@@ -98,9 +99,10 @@ def lockstep(
     steps = sum(result.steps for result in stepped)
     # A step drafts as far as the row that may go furthest.
     drafted = sum(max(row.draft_tokens for row in result.rows) for result in stepped)
-    positions = sum(result.kv_positions_own for result in stepped)
     committed = sum(len(row.tokens) for row in rows)
     row_steps = sum(row.steps for row in rows)
+    # On the average a row reads its prompt and half of its new tokens.
+    positions = row_steps * mean(len(one.prompt) + one.max_new_tokens / 2 for one in requests)
     checked = row_steps + sum(row.draft_tokens for row in rows)
     lengths = [len(request.prompt) - 1 for request in requests]
     least_s = ModelWork.of(pair.target).least_s(rates, steps, checked, positions)

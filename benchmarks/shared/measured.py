@@ -1,4 +1,4 @@
-"""Ways to generate, measured: where the time of ours went, padding; in turns or side by side.
+"""Ways to generate, measured: where the time of ours went; in turns or side by side.
 
 A shared machine's speed drifts, so ways take turns, every ratio is one of the same round, and the
 median of the rounds is reported. It also changes within seconds: `side_by_side` begins all ways
@@ -109,8 +109,6 @@ class StepFigures:
     """Draft tokens accepted; None where nothing was drafted."""
     overhead: float
     """Of the steps' time: neither draft nor target forward."""
-    padding: float
-    """Of the KV positions read: beyond a row's own."""
     between_batches: float
     """Of the time on the wall: outside the replica; the scheduler, above all."""
 
@@ -195,15 +193,12 @@ class MeasuredWay:
         )
         rows = [row for result in stepped for row in result.rows]
         drafted = sum(row.draft_tokens for row in rows)
-        own = sum(result.kv_positions_own for result in stepped)
-        read = sum(result.kv_positions_read for result in stepped)
         inside = sum(result.times.total_s for result in results)
         return StepFigures(
             committed_per_step=sum(len(row.tokens) for row in rows)
             / sum(row.steps for row in rows),
             acceptance=sum(sum(row.accepted_at) for row in rows) / drafted if drafted else None,
             overhead=1 - forward / in_steps,
-            padding=1 - own / read,
             between_batches=1 - inside / self.seconds,
         )
 

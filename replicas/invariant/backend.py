@@ -16,8 +16,6 @@ class HostBackend:
     """Attention by fixed pieces over what a pass gathers."""
 
     name: str = "gather"
-    reads_apart: bool = True
-    """A row reads about as far as its own KV goes."""
 
     def __init__(self, cache: PagedCache, shape: CacheShape, arithmetic: Arithmetic) -> None:
         self.cache = cache

@@ -50,11 +50,6 @@ class PassLayout:
     slots: tuple[Any, Any]  # arrays [padded tokens], int64: block to write, and position in it
     groups: list[RowGroup]
 
-    @property
-    def positions_read(self) -> int:
-        """KV positions that all rows read together."""
-        return sum(len(group.tokens) * group.length for group in self.groups)
-
 
 class StepLayout:
     """The passes of one step: windows over the `width` positions that follow each row's start.

@@ -61,11 +61,6 @@ class DeviceWindow:
         tile = self.shape.tile
         return -(-self.tokens // tile) * tile
 
-    @property
-    def positions_read(self) -> int:
-        """Of a backend that gathers."""
-        return self.rows * self.reach
-
     @cached_property
     def grid(self) -> torch.Tensor:  # [rows, width], int64
         """The position of every cell, which may lie outside its row."""

@@ -48,11 +48,6 @@ class AttentionBackend(Protocol):
     @property
     def shape(self) -> CacheShape: ...
 
-    @property
-    def reads_apart(self) -> bool:
-        """Whether a row reads about as far as its own KV goes, not as far as the longest."""
-        ...
-
     def step_layout(self, table: torch.Tensor, starts: Sequence[int], width: int) -> Any:
         """The passes over `width` positions from each row's start on, which may be -1.
 

@@ -137,7 +137,7 @@ class DraftPolicy:
             table=LatencyTable(spec.timings),
             most=most,
             fixed=min(*fixed, spec.draft_len_max) if fixed else None,
-            reads_apart=spec.reads_apart,
+            reads_apart=True,
             draft_len=min(FALLBACK, most),
         )
         if spec.acceptance is not None:

@@ -23,7 +23,7 @@ def test_a_run_remembers_what_its_results_say() -> None:
     figures = way.figures
     assert 1 <= figures.committed_per_step <= 4
     assert 0 < figures.acceptance < 1
-    for share in (figures.overhead, figures.padding, figures.between_batches):
+    for share in (figures.overhead, figures.between_batches):
         assert 0 <= share < 1
     alone = MeasuredWay(tiny_replica("llama"), SchedulerConfig(rows_max=1, draft_len=0))
     assert alone(requests) == outputs
@@ -45,11 +45,11 @@ def test_every_run_to_its_end_is_remembered() -> None:
     assert way.runs[0] == first != way.figures == way.runs[1]
 
 
-def figures_of(overhead: float, padding: float, between: float) -> StepFigures:
-    return StepFigures(2.0, None, overhead, padding, between)
+def figures_of(overhead: float, between: float) -> StepFigures:
+    return StepFigures(2.0, None, overhead, between)
 
 
-ROUNDS = [figures_of(*one) for one in ((0.05, 0.3, 0.02), (0.50, 0.1, 0.01), (0.06, 0.2, 0.03))]
+ROUNDS = [figures_of(*one) for one in ((0.05, 0.02), (0.50, 0.01), (0.06, 0.03))]
 
 
 def test_the_summary_is_of_all_rounds_and_not_of_the_last() -> None:
@@ -61,7 +61,6 @@ def test_the_summary_is_of_all_rounds_and_not_of_the_last() -> None:
     figures = summary(contenders, contenders, ways, args)
     assert figures["neither draft nor target forward, batch 8"] == 0.06
     assert figures["between batches, batch 8"] == 0.02
-    assert figures["padding, batch 8"] == 0.2
 
 
 def test_the_engines_benchmark_needs_no_ray() -> None:

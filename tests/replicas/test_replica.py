@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from replicas.config import ReplicaConfig
-from replicas.invariant import layout
 from replicas.models.shapes import SHAPES
 from replicas.replica import Replica
 from scheduler.messages import Batch, BatchKind, StepRow
@@ -72,23 +71,6 @@ def test_a_batch_ends_early_once_a_row_has_met_a_stop_token() -> None:
     client.check()
     got = client.new_tokens("a")
     assert len(got) - got.index(stop) <= 4, "ends with the step that met it"
-
-
-def test_positions_read_are_counted_in_whole_units_of_sixteen(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Rows of about one length read together, as far as the longest; rows far apart do not."""
-    monkeypatch.setattr(layout, "GROUP_COST_NUMBERS", 2048)
-    client = Client(tiny_replica("llama"))
-    lengths = {"a": 10, "b": 13, "d": 180, "c": 200}
-    client.prefill(**{name: prompt(length) for name, length in lengths.items()})
-    together = client.steps(0, 1, ["a", "b"])
-    assert (together.kv_positions_own, together.kv_positions_read) == (23, 32)
-    apart = client.steps(2, 1)
-    assert client.replica.spec.reads_apart
-    assert apart.kv_positions_own == 11 + 14 + 180 + 200 + 4 * 2
-    assert apart.kv_positions_read == 2 * 16 + 2 * 208, "read in two groups"
-    client.check()
 
 
 def test_accepted_tokens_are_counted_per_position() -> None:

@@ -65,8 +65,6 @@ class DeviceLayouts:
 
 
 class GatherBackend(DeviceLayouts):
-    reads_apart: bool = False
-
     def __init__(
         self,
         cache: PagedCache,

@@ -27,7 +27,6 @@ class NotPaged(Exception):
 
 class PagedBackend(DeviceLayouts):
     name: str = "paged"
-    reads_apart: bool = True
 
     def __init__(self, cache: PagedCache, shape: CacheShape) -> None:
         """Raises NotPaged."""

@@ -101,9 +101,7 @@ class Pair:
             steps=plan.steps,
         )
         times = StepTimes(0.0, draft_s, verify_s, draft_s + verify_s)
-        return batch, StepResult(
-            1, "r", tuple(results), plan.steps, times, kv_positions_read=plan.steps * kv
-        )
+        return batch, StepResult(1, "r", tuple(results), plan.steps, times)
 
     def turn(
         self,

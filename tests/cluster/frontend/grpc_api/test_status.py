@@ -37,7 +37,7 @@ def test_others_are_named_as_the_client_named_them(reason: FinishReason, code: S
     assert "pool-1" not in unsaid.message
 
 
-def replica_status(name: str, groups: int, spread_sum: int, own: int, read: int) -> ReplicaStatus:
+def replica_status(name: str, groups: int, spread_sum: int) -> ReplicaStatus:
     return ReplicaStatus(
         id=name,
         spec=ReplicaSpec(
@@ -52,20 +52,17 @@ def replica_status(name: str, groups: int, spread_sum: int, own: int, read: int)
         figures=BatchFigures(
             step_batches=groups,
             spread_sum=spread_sum,
-            kv_positions_own=own,
-            kv_positions_read=read,
             prefill_tokens=10,
             reused_tokens=2,
         ),
     )
 
 
-def test_a_status_answer_sums_spread_and_padding_over_the_replicas() -> None:
-    replicas = (replica_status("a", 3, 12, 900, 1000), replica_status("b", 1, 5, 50, 70))
+def test_a_status_answer_sums_spread_over_the_replicas() -> None:
+    replicas = (replica_status("a", 3, 12), replica_status("b", 1, 5))
     view = PoolView("one", 2.0, PoolStatus(0, 0, replicas, finished={}))
     answer = to_status(view)
     assert (answer.batches, answer.batch_spread_sum) == (4, 17)
-    assert (answer.kv_positions_own, answer.kv_positions_read) == (950, 1070)
     assert (answer.prefill_tokens, answer.reused_tokens) == (20, 4)
     assert [replica.vocab_size for replica in answer.replicas] == [320, 320]
     assert [replica.attention for replica in answer.replicas] == ["paged", "paged"]
@@ -79,7 +76,7 @@ def test_a_status_answer_has_all_that_the_pool_expects_of_a_replica() -> None:
         for number, name in enumerate(("draft", "step", "prefill"), start=1)
     }
     expected = CostEstimates(5, 2, 0.03, 0.004, 0.8, 0.6, 5e4, 1.25, **tables)
-    one = replace(replica_status("a", 3, 12, 900, 1000), estimates=expected)
+    one = replace(replica_status("a", 3, 12), estimates=expected)
     view = PoolView("one", 2.0, PoolStatus(0, 0, (one,), finished={}))
     told = to_status(view).replicas[0].cost_estimates
     assert {field.name for field in fields(CostEstimates)} == {
