@@ -210,12 +210,17 @@ def _run(
 
 def transformers_model(config: ReplicaConfig, name: str, role: str = "target") -> Any:
     """A model as transformers loads it, on the device of `config`. Raises OSError."""
-    from replicas.models.checkpoint import read_model
-    from replicas.models.load import dtype_name, dtype_of, resolve, resolve_device
+    import torch
+
+    from replicas.models.load import dtype_name, dtype_of, read_model, resolve, resolve_device
 
     path = resolve(name, role, dtype_name(config))
     model: Any = read_model(path, config.trust_remote_code, dtype_of(config))
-    return model.to(resolve_device(config.device))
+    device = resolve_device(config.device)
+    if device.type == "cuda":
+        # cuDNN's attention takes a good part of a second for every new shape of a prompt.
+        torch.backends.cuda.enable_cudnn_sdp(False)
+    return model.to(device)
 
 
 def transformers_greedy(

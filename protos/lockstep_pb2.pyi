@@ -314,7 +314,7 @@ class CostEstimates(_message.Message):
     def __init__(self, draft_len: _Optional[int] = ..., steps: _Optional[int] = ..., step_s: _Optional[float] = ..., round_trip_s: _Optional[float] = ..., acceptance_greedy: _Optional[float] = ..., acceptance_sampled: _Optional[float] = ..., apart_positions: _Optional[float] = ..., slowdown: _Optional[float] = ..., draft: _Optional[_Iterable[_Union[Latency, _Mapping]]] = ..., step: _Optional[_Iterable[_Union[Latency, _Mapping]]] = ..., prefill: _Optional[_Iterable[_Union[Latency, _Mapping]]] = ...) -> None: ...
 
 class ReplicaStatus(_message.Message):
-    __slots__ = ("id", "draining", "residents", "batches_in_flight", "kv_blocks", "kv_blocks_free", "block_size", "context_len", "target", "draft", "device", "dtype", "vocab_size", "cost_estimates", "attention", "arithmetic", "drafter")
+    __slots__ = ("id", "draining", "residents", "batches_in_flight", "kv_blocks", "kv_blocks_free", "block_size", "context_len", "target", "draft", "device", "dtype", "vocab_size", "cost_estimates", "arithmetic", "drafter")
     ID_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     RESIDENTS_FIELD_NUMBER: _ClassVar[int]
@@ -329,7 +329,6 @@ class ReplicaStatus(_message.Message):
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
     COST_ESTIMATES_FIELD_NUMBER: _ClassVar[int]
-    ATTENTION_FIELD_NUMBER: _ClassVar[int]
     ARITHMETIC_FIELD_NUMBER: _ClassVar[int]
     DRAFTER_FIELD_NUMBER: _ClassVar[int]
     id: str
@@ -346,10 +345,9 @@ class ReplicaStatus(_message.Message):
     dtype: str
     vocab_size: int
     cost_estimates: CostEstimates
-    attention: str
     arithmetic: str
     drafter: str
-    def __init__(self, id: _Optional[str] = ..., draining: _Optional[bool] = ..., residents: _Optional[int] = ..., batches_in_flight: _Optional[int] = ..., kv_blocks: _Optional[int] = ..., kv_blocks_free: _Optional[int] = ..., block_size: _Optional[int] = ..., context_len: _Optional[int] = ..., target: _Optional[str] = ..., draft: _Optional[str] = ..., device: _Optional[str] = ..., dtype: _Optional[str] = ..., vocab_size: _Optional[int] = ..., cost_estimates: _Optional[_Union[CostEstimates, _Mapping]] = ..., attention: _Optional[str] = ..., arithmetic: _Optional[str] = ..., drafter: _Optional[str] = ...) -> None: ...
+    def __init__(self, id: _Optional[str] = ..., draining: _Optional[bool] = ..., residents: _Optional[int] = ..., batches_in_flight: _Optional[int] = ..., kv_blocks: _Optional[int] = ..., kv_blocks_free: _Optional[int] = ..., block_size: _Optional[int] = ..., context_len: _Optional[int] = ..., target: _Optional[str] = ..., draft: _Optional[str] = ..., device: _Optional[str] = ..., dtype: _Optional[str] = ..., vocab_size: _Optional[int] = ..., cost_estimates: _Optional[_Union[CostEstimates, _Mapping]] = ..., arithmetic: _Optional[str] = ..., drafter: _Optional[str] = ...) -> None: ...
 
 class ShardStatus(_message.Message):
     __slots__ = ("incarnation", "uptime_s", "serving", "waiting", "running", "outstanding_tokens", "tokens_per_s", "name", "silent")

@@ -161,25 +161,10 @@ class ReplicaConfig(BaseModel):
     torch_threads: int | None = Field(
         None, ge=1, description="Intra-op threads of the process; null leaves torch's choice."
     )
-    fuse_layers: bool = Field(
-        True,
-        description="Join the layers of Llama-like models into fewer operations, where the logits"
-        " stay the same but for rounding; false keeps transformers' own forward pass.",
-    )
-    attention: Literal["auto", "gather", "paged"] = Field(
-        "auto",
-        description="How keys and values are read: 'gather' copies a layer's blocks together,"
-        " 'paged' reads them in place, on a GPU with Triton. Auto is 'paged' where it can be had.",
-    )
-    prepack_weights: bool = Field(
-        True,
-        description="Keep the weights of joined layers a second time on a CPU, in float32, in"
-        " the layout that it multiplies fastest; not where `memory` is too short for it.",
-    )
     graphs: Literal["auto", "on", "off"] = Field(
         "auto",
         description="Pad passes of steps to a few fixed shapes and record them as CUDA graphs when"
-        " the replica loads; auto does so on a GPU. On a CPU they run padded, without a recording.",
+        " the replica loads; auto does so on a GPU. A CPU has no use for it.",
     )
     trust_remote_code: bool = Field(False, description="Run code that comes with the weights.")
     chat_template: str | None = Field(
@@ -192,12 +177,6 @@ class ReplicaConfig(BaseModel):
     def fixed_shapes(self, device: torch.device) -> bool:
         """Whether passes of steps are padded to a few shapes."""
         return self.graphs == "on" or (self.graphs == "auto" and device.type == "cuda")
-
-    def attention_of(self, device: torch.device) -> str:
-        """The attention to try on this device."""
-        if self.attention != "auto":
-            return self.attention
-        return "auto" if device.type == "cuda" else "gather"
 
     @property
     def drafting(self) -> SpeculativeConfig:

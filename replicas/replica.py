@@ -95,7 +95,6 @@ class Replica:
             target=pair.target_name,
             device=str(pair.device),
             dtype=dtype,
-            attention=self.target.backend.name,
             arithmetic=built,
             fingerprint=fingerprint(target, config),
         )

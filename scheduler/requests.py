@@ -253,8 +253,6 @@ class ReplicaSpec:
     draft: str = ""
     device: str = "cpu"
     dtype: str = "float32"
-    attention: str = ""
-    """How the target's attention reads its KV cache, for people."""
     arithmetic: str = ""
     """How its layers compute, and whether a token's bits depend on the batch, for people."""
     fingerprint: str = ""

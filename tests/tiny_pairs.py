@@ -25,9 +25,14 @@ from transformers import (
 from replicas.config import ReplicaConfig
 from replicas.drafters import Drafter
 from replicas.drafters.model import ModelSource
+from replicas.models import attention
 from replicas.models.paged_model import ATTENTION
 from replicas.models.pair import Pair
 from replicas.replica import Replica
+from tests.gathering import GatherBackend
+
+if os.environ.get("LOCKSTEP_TEST_DEVICE", "cpu") == "cpu":
+    attention.PagedBackend = GatherBackend  # type: ignore[misc]
 
 VOCAB = 97
 DEVICE = os.environ.get("LOCKSTEP_TEST_DEVICE", "cpu")

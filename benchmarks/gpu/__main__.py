@@ -48,9 +48,9 @@ from replicas.models.load import resolve_device
 from replicas.models.shapes import DRAFTS
 
 BLOCK_SIZE = 16
-EAGER, GATHER = "eager", "gather"
+EAGER = "eager"
 DETERMINISTIC, DETERMINISTIC_HEAD = "deterministic", "deterministic head"
-TOLD = ("state", "attention", "unrecorded", "memory_gb", "message")
+TOLD = ("state", "unrecorded", "memory_gb", "message")
 """Of a mode, in the JSON file."""
 
 
@@ -85,11 +85,11 @@ def show(modes: dict[str, Mode]) -> None:
         print(
             table(list(rows[0]), [["" if x is None else x for x in row.values()] for row in rows])
         )
-    header = ("mode", "state", "attention", "steps unrecorded", "GPU memory, GB", "message")
+    header = ("mode", "state", "steps unrecorded", "GPU memory, GB", "message")
     said = []
     for name, one in modes.items():
         message, memory_gb = one.message.replace("|", "\\|"), one.memory_gb or ""
-        said.append((name, one.state, one.attention, len(one.unrecorded), memory_gb, message))
+        said.append((name, one.state, len(one.unrecorded), memory_gb, message))
     print(table(header, said))
 
 
@@ -115,7 +115,6 @@ def modes_of(args: argparse.Namespace, device: torch.device) -> dict[str, Mode]:
     changes: dict[str, dict[str, Any]] = {USUAL: {}, TRANSFORMERS: {}, HEAD: head}
     if device.type == "cuda":
         changes[EAGER] = {"graphs": "off"}
-        changes[GATHER] = {"attention": "gather"}
     if not args.no_deterministic:
         changes[DETERMINISTIC] = {"deterministic": True}
         changes[DETERMINISTIC_HEAD] = {"deterministic": True, **head}

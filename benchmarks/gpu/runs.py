@@ -65,8 +65,6 @@ class Mode:
     """Or "measured" or "failed"."""
     message: str = ""
     """Why it failed, in one line."""
-    attention: str = ""
-    """Of the target."""
     unrecorded: list[str] = field(default_factory=list)
     """Steps of which a CUDA graph was to be made and could not: each warning once."""
     memory_gb: float | None = None
@@ -162,7 +160,6 @@ def measure(name: str, mode: Mode, args: argparse.Namespace, rates: Rates) -> di
             for k in (0, *(lens if batch <= args.draft_batch_max else ()))
         ]
         replica = Replica(pair, mode.config)
-        mode.attention = replica.spec.attention
         for request in requests[: args.alone]:
             mode.alone += lockstep(replica, pair, rates, [request], 1, 0)[1]
     for number in range(args.rounds + 1):

@@ -118,8 +118,6 @@ def _kind(replica: pb.ReplicaStatus) -> str:
     parts = [f"{Path(replica.target).name}, {replica.dtype} on {replica.device}"]
     parts.append(" ".join(filter(None, ("drafter", replica.draft, replica.drafter or "none"))))
     parts.append(f"context {replica.context_len}")
-    if replica.attention not in ("", "gather"):
-        parts.append(f"attention {replica.attention}")
     return "; ".join([*parts, *filter(None, [replica.arithmetic])])
 
 

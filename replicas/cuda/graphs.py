@@ -118,14 +118,13 @@ class GraphedModel:
 
     def _kind(self, layout: Layout, wants: Wants) -> Kind | None:
         """The smallest kind that holds the pass; None: it runs as it is."""
-        if not isinstance(layout, DeviceWindow) or layout.cells is not None or layout.causal:
+        if not isinstance(layout, DeviceWindow) or layout.cells is not None or layout.prompts:
             return None
         if wants.logits is False or wants.taps != self.taps:
             return None
         blocks = -(-layout.reach // layout.shape.block_size)
         for kind in self._kinds:
             if kind.rows >= layout.rows and kind.width >= layout.width and kind.blocks >= blocks:
-                layout.reach = kind.blocks * layout.shape.block_size  # what is read is counted
                 return kind
         return None
 

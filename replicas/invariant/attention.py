@@ -17,15 +17,16 @@ Which sizes have the property here, `replicas.invariant.proof` shows when a mode
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from replicas.invariant.layout import PassLayout, RowGroup
+from replicas.invariant.layout import PassLayout, RowGroup, StepLayout, ranges_layout
 from replicas.invariant.ops import Arithmetic
-from replicas.kv_cache import CacheShape, PagedCache
+from replicas.kv_cache import CacheShape, PagedCache, TokenRange
 
 
 def attend(products: Products, hidden: tuple[torch.Tensor, torch.Tensor] | None = None) -> None:
@@ -205,3 +206,23 @@ def _indices(layout: PassLayout, shape: CacheShape, arithmetic: Arithmetic, stri
         answered[group.tokens] = begin + item * wide + within
         begin += rows * shape.kv_heads * wide
     return torch.from_numpy(np.concatenate(asked)), torch.from_numpy(answered.reshape(-1))
+
+
+class HostBackend:
+    """Attention by fixed pieces over what a pass gathers."""
+
+    name: str = "gather"
+
+    def __init__(self, cache: PagedCache, shape: CacheShape, arithmetic: Arithmetic) -> None:
+        self.cache = cache
+        self.shape = shape
+        self.arithmetic = arithmetic
+
+    def begin(self, layout: PassLayout, stride: int) -> HostAttention:
+        return HostAttention(layout, self.cache, self.shape, self.arithmetic, stride)
+
+    def step_layout(self, table: torch.Tensor, starts: Sequence[int], width: int) -> StepLayout:
+        return StepLayout(table, starts, width, self.shape, self.arithmetic)
+
+    def ranges_layout(self, table: torch.Tensor, ranges: Sequence[TokenRange]) -> PassLayout:
+        return ranges_layout(table, ranges, self.shape, self.arithmetic)

@@ -12,13 +12,15 @@ from typing import Any
 import torch
 
 ROWS = 3
+PIECE = 256
+"""KV positions whose weighted values attention sums in one go on a device."""
 _EDGE = 12
 """Positions at the beginning, and at the end, that are computed one by one."""
 
 
-def trial_length(chunk: int, context_len: int) -> int:
-    """Positions of each row: past a boundary of KV chunks, and of a tile of tokens."""
-    return min(chunk + _EDGE, context_len)
+def trial_length(context_len: int) -> int:
+    """Positions of each row: past a boundary of pieces, and of a tile of tokens."""
+    return min(PIECE + _EDGE, context_len)
 
 
 @torch.inference_mode()

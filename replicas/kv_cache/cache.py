@@ -68,19 +68,6 @@ class PagedCache:
         else:
             self._stores[layer].flatten(0, 1).index_copy_(0, slots, fresh)
 
-    def read(
-        self,
-        layer: int,
-        blocks: torch.Tensor,  # [rows * blocks of a row], int64
-        rows: int,
-        length: int,
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # each [rows, kv_heads, length, head_dim]
-        """Copies of keys and values of the rows' first positions."""
-        read = self._stores[layer].index_select(0, blocks)
-        read = read.view(rows, -1, *self._stores[layer].shape[2:])[:, :length]
-        keys, values = read.permute(2, 0, 3, 1, 4).unbind(0)
-        return keys, values
-
     # ------------------------------------------------------------------ by head
 
     def runs(self, blocks: Any) -> torch.Tensor:  # [2 * kv_heads * blocks of all rows], int64

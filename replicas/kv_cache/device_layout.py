@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from itertools import accumulate
 
 import torch
 
@@ -33,11 +32,11 @@ class DeviceWindow:
         shape: CacheShape,
         cells: torch.Tensor | None = None,
         lengths: torch.Tensor | None = None,
-        causal: bool = False,
+        prompts: bool = False,
     ) -> None:
         """`reach`: KV positions that every row reads, known on the host; `cells`, [tokens], int64:
         the tokens of the pass, of all cells if None, and `lengths`, [rows], int64, how many of them
-        each row has; `causal`: all rows start at 0, and a query sees what is up to it."""
+        each row has; `prompts`: they are prompts of which nothing is cached."""
         self.table = table
         self.starts = starts
         self.width = width
@@ -45,11 +44,8 @@ class DeviceWindow:
         self.shape = shape
         self.cells = cells
         self._lengths = lengths
-        self.causal = causal
+        self.prompts = prompts
         self.rows = table.shape[0]
-        self.parts: list[tuple[torch.Tensor, DeviceWindow]] = []
-        """Of prompts of which only some have a cached prefix: those without, then those with one,
-        each with the places of its tokens among those of the pass, [tokens], int64."""
 
     @property
     def tokens(self) -> int:
@@ -85,40 +81,6 @@ class DeviceWindow:
         block = self.table.gather(1, column.clamp(0, columns - 1))
         block = block.masked_fill((column < 0) | (column >= columns), SCRAP_BLOCK)
         return self._of_all(block * size + self.grid % size)
-
-    @cached_property
-    def blocks(self) -> torch.Tensor:  # [rows * blocks of the reach], int64
-        count = -(-self.reach // self.shape.block_size)
-        missing = count - self.table.shape[1]
-        if missing > 0:
-            pad = torch.nn.functional.pad
-            return pad(self.table, (0, missing), value=SCRAP_BLOCK).reshape(-1)
-        return self.table[:, :count].reshape(-1)
-
-    def mask(self, dtype: torch.dtype) -> torch.Tensor | None:  # [rows, 1, width, reach]
-        """0, or -inf where a query does not see a position; None: causal."""
-        if self.causal:
-            return None
-        # Every query sees a key, so that padding stays finite.
-        last = self.grid.clamp(min=0)[:, None, :, None]
-        beyond = torch.arange(self.reach, device=last.device) > last
-        return torch.zeros(beyond.shape, dtype=dtype, device=last.device).masked_fill_(
-            beyond, -torch.inf
-        )
-
-    def unpack(self, x: torch.Tensor) -> torch.Tensor:  # [rows, width, ...]
-        """Put what the tokens have, [padded tokens, ...], into the grid; cells without a token are
-        0."""
-        x = x[: self.tokens]
-        shape = (self.rows, self.width, *x.shape[1:])
-        if self.cells is None:
-            return x.view(shape)
-        flat = x.new_zeros((self.rows * self.width, *x.shape[1:]))
-        return flat.index_copy_(0, self.cells, x).view(shape)
-
-    def pack(self, grid: torch.Tensor) -> torch.Tensor:  # [padded tokens, ...]
-        """Take what the tokens have out of the grid, [rows, width, ...]."""
-        return self._of_all(grid)
 
     def _of_all(self, grid: torch.Tensor) -> torch.Tensor:
         """Padding is 0: the first position, and the scrap block."""
@@ -175,7 +137,7 @@ def device_ranges(
     starts = [begin for begin, _ in ranges]
     reach = max(starts) + width
     ragged = len(cells) < len(ranges) * width
-    window = DeviceWindow(
+    return DeviceWindow(
         table,
         upload(starts, torch.int64, table.device),
         width,
@@ -183,24 +145,5 @@ def device_ranges(
         shape,
         upload(cells, torch.int64, table.device) if ragged else None,
         upload([end - begin for begin, end in ranges], torch.int64, table.device),
-        causal=not any(starts),
+        prompts=not any(starts),
     )
-    if any(starts) and not all(starts):
-        window.parts = [_part(table, ranges, shape, cached) for cached in (False, True)]
-    return window
-
-
-def _part(
-    table: torch.Tensor, ranges: Sequence[TokenRange], shape: CacheShape, cached: bool
-) -> tuple[torch.Tensor, DeviceWindow]:
-    """The rows with or without a cached prefix, as in `DeviceWindow.parts`."""
-    rows = [row for row, (begin, _) in enumerate(ranges) if bool(begin) == cached]
-    ends = list(accumulate(end - begin for begin, end in ranges))
-    places = [
-        place
-        for row in rows
-        for place in range(ends[row] - (ranges[row][1] - ranges[row][0]), ends[row])
-    ]
-    own = table.index_select(0, upload(rows, torch.int64, table.device))
-    window = device_ranges(own, [ranges[row] for row in rows], shape)
-    return upload(places, torch.int64, table.device), window

@@ -1,9 +1,15 @@
 """The memory plan: what weights, buffers and KV blocks get of what there is."""
 
 from replicas.memory.buffers import Buffers, PassBytes, Workload
-from replicas.memory.free import free_bytes
 from replicas.memory.measure import measured_passes
-from replicas.memory.plan import MemoryPlan, TooLittleMemory, check_memory, in_mib, plan_memory
+from replicas.memory.plan import (
+    MemoryPlan,
+    TooLittleMemory,
+    check_memory,
+    free_bytes,
+    in_mib,
+    plan_memory,
+)
 from replicas.memory.shapes import DraftMemory, ModelShape, PairShape, weight_bytes, without_storage
 
 __all__ = [

@@ -150,7 +150,7 @@ def _host_attention(shape: ModelShape, rows: int, length: int, item: int) -> int
 
 
 def _device_attention(shape: ModelShape, rows: int, cells: int, length: int, item: int) -> int:
-    """Keys and values of all rows, and the mask of all cells, folded twice."""
+    """More than the kernels' sums of pieces: copies of all rows' keys and values, and a mask."""
     group = shape.heads // shape.kv_heads
     masked = cells * length * (1 + item + 2 * group * item)
     return 2 * rows * length * shape.kv_numbers * item + masked

@@ -17,13 +17,13 @@ from replicas.invariant import TILE, Arithmetic
 from replicas.kv_cache import SCRAP_BLOCK, CacheShape, PagedCache
 from replicas.memory.buffers import MeasurePasses, PassBytes, Workload
 from replicas.memory.shapes import ModelShape
-from replicas.models.attention import PagedBackend, choose_attention, invariant_attention
+from replicas.models.attention import device_attention
 from replicas.models.paged_model import NONE, PagedModel
 from replicas.sampling import SamplingBatch, choose
 from scheduler.messages import SamplingParams
 
 _BLOCKS = 8
-"""Of the cache: enough to choose an attention."""
+"""Of the cache: enough to try attention out."""
 TOO_MUCH = 1 << 60
 """Bytes of a pass for which the device has no room."""
 _FILTERED = SamplingParams(temperature=100.0, top_k=10_000, top_p=0.9, min_p=0.01)
@@ -51,11 +51,7 @@ def measured_passes(
     kv = PagedCache(sizes.layers, *dims[1:], _BLOCKS, block_size, target.dtype, device)
     tiled = config.deterministic
     shape = CacheShape(block_size, context_len, *dims, tile=TILE if tiled else 1)
-    wanted = config.attention_of(device)
-    if tiled:
-        backend = next(invariant_attention(kv, shape, wanted))
-    else:
-        backend = choose_attention(kv, shape, wanted)
+    backend = device_attention(kv, shape)
     model = PagedModel(target, kv, backend, Arithmetic((TILE,) if tiled else ()))
     columns = -(-context_len // block_size)
 
@@ -101,9 +97,7 @@ def measured_passes(
         width = min(work.draft_len + 1, context_len)
         chunks = (work.prefill_rows, work.chunk_tokens, work.pass_tokens)
         # A narrower step may take more: its sums are by pieces of the context.
-        widths = {width}
-        if isinstance(backend, PagedBackend):
-            widths.add(min(width, backend.width_most))
+        widths = {width, min(width, backend.width_most)}
         return PassBytes(
             max(taken(step, work.rows, one) for one in widths), taken(prefill, *chunks)
         )

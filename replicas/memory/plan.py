@@ -7,8 +7,10 @@ batches shrink.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
@@ -22,7 +24,6 @@ from replicas.memory.buffers import (
     computed_passes,
     prepacked_bytes,
 )
-from replicas.memory.free import free_bytes
 from replicas.memory.shapes import PairShape
 from replicas.models.load import dtype_of
 from scheduler.config import SchedulerConfig
@@ -120,8 +121,7 @@ def plan_memory(
     kv_blocks = _given_blocks(config, least_blocks, block_bytes, pair.context_len)
     fixed = pair.weights + (1 + (kv_blocks or least_blocks)) * block_bytes
     least = fixed + counted(_least_work(wanted), computed).total
-    prepacks = config.prepack_weights and not config.fixed_shapes(device)
-    prepacks = prepacks and can_prepack(device, dtype_of(config))
+    prepacks = can_prepack(device, dtype_of(config)) and not config.fixed_shapes(device)
     prepacked = sum(map(prepacked_bytes, pair.models)) if prepacks else 0
     budget, given = None, ""
     if config.memory is not None:
@@ -239,6 +239,38 @@ def check_memory(config: ReplicaConfig, pair: PairShape, device: torch.device) -
                 f" {device}; at least {in_mib(plan.least)} would do",
                 plan.least,
             )
+
+
+def free_bytes(device: torch.device, share: float = 1.0) -> int:
+    """What the device has left for this process, whose share of a GPU it is.
+
+    On a GPU that is what no process holds, memory that this one has freed and keeps included.
+    """
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        held = torch.cuda.memory_allocated(device)
+        cached = torch.cuda.memory_reserved(device) - held
+        return max(min(int(free + cached), int(total * share) - int(held)), 0)
+    return _free_cpu_bytes()
+
+
+def _free_cpu_bytes() -> int:
+    """What the machine or the container's memory group leaves, page cache counted as free."""
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for line in _lines("/proc/meminfo"):
+        if line.startswith("MemAvailable:"):
+            free = int(line.split()[1]) * 1024
+    limit, used = _lines("/sys/fs/cgroup/memory.max"), _lines("/sys/fs/cgroup/memory.current")
+    if limit and used and limit[0].isdigit():
+        free = min(free, int(limit[0]) - int(used[0]))
+    return max(free, 0)
+
+
+def _lines(path: str) -> list[str]:
+    try:
+        return Path(path).read_text().split("\n")
+    except OSError:
+        return []
 
 
 def in_mib(size: int) -> str:

@@ -18,7 +18,6 @@ from transformers import PreTrainedModel
 
 from replicas.config import ReplicaConfig
 from replicas.invariant import (
-    CHUNK,
     COUNTS,
     ROWS,
     TILE,
@@ -34,7 +33,7 @@ from replicas.invariant import (
 )
 from replicas.kv_cache import CacheShape, PagedCache
 from replicas.memory import ModelShape
-from replicas.models.attention import GatherBackend, choose_attention, invariant_attention
+from replicas.models.attention import device_attention
 from replicas.models.decoder import JoinedDecoder, NotJoined
 from replicas.models.paged_model import ERROR_FLOOR, AttentionBackend, Output, PagedModel
 from replicas.models.reference import FINER, own_logits
@@ -58,7 +57,7 @@ def build(
     """The model on a cache of `blocks`, and how it computes, for people.
 
     Not `exact`: its output decides no token, so nothing is proven or padded for it. Raises what
-    the model's own forward raises.
+    the model's own forward raises, and AttentionRefused.
     """
     shape = ModelShape.of(model.config)
     on_host = computes_on_host(config, model.device)
@@ -78,13 +77,10 @@ def build(
     deterministic = exact and config.deterministic
     paged: PagedModel | None = None
     if not deterministic or (on_host and model.dtype is torch.float32):
-        join, prepack = config.fuse_layers, prepack and on_host
-        paged, layers = _usual(model, cache, of_cache, join, prepack, on_host, exact)
-        if not on_host:
-            wanted = config.attention_of(model.device)
-            paged.backend = choose_attention(cache, of_cache, wanted)
+        prepack = prepack and on_host
+        paged, layers = _usual(model, cache, of_cache, prepack, on_host, exact)
     if paged is None or (deterministic and not paged.arithmetic.proven):
-        paged, layers = _in_tiles(model, cache, of_cache, config, on_host)
+        paged, layers = _in_tiles(model, cache, of_cache, on_host)
     built = f"{layers}; {paged.arithmetic}"
     _log.info("%s: %s", name, built)
     return paged, built
@@ -105,52 +101,52 @@ def trial_logits(paged: PagedModel) -> torch.Tensor:  # [tokens, vocab]
 
 def computes_on_host(config: ReplicaConfig, device: torch.device) -> bool:
     """Whether attention is that of a CPU, whose cache lies by head."""
-    on_cpu = device.type == "cpu" and not config.fixed_shapes(device)
-    return on_cpu and config.attention_of(device) == "gather"
+    return device.type == "cpu" and not config.fixed_shapes(device)
 
 
 def _in_tiles(
     model: PreTrainedModel,
     cache: PagedCache,
     shape: CacheShape,
-    config: ReplicaConfig,
     on_host: bool,
 ) -> tuple[PagedModel, str]:
     """Deterministic: in passes of whole tiles, by the fastest way that is found to be so, and what
     the layers are. Raises NotDeterministic."""
     arithmetic = Arithmetic((TILE,), proven=True)
     shape = replace(shape, tile=TILE)
-    backends: list[AttentionBackend] = [HostBackend(cache, shape, arithmetic)]
+    backend = _attention(cache, shape, arithmetic, on_host)
+    # On a host a function of some rows may depend on where its threads divide them.
     if not on_host:
-        backends = [*invariant_attention(cache, shape, config.attention_of(model.device))]
-    differing: str | None = None
-    for join in (True, False):
-        decoder, layers = None, "separate layers (in tiles)"
-        if join:
-            # On a host a function of some rows may depend on where its threads divide them.
-            if on_host or not config.fuse_layers:
-                continue
-            decoder, layers = _joined(model, cache, shape, False, GatherBackend(cache, shape))
-            if decoder is None:
-                continue
-            for one in decoder.products:
-                one.tile = TILE
-        else:
-            compute_in_tiles(model)
-        for backend in backends:
+        decoder, layers = _joined(model, cache, shape, False, backend)
+        for one in decoder.products if decoder else ():
+            one.tile = TILE
+        if decoder is not None:
             paged = PagedModel(model, cache, backend, arithmetic, decoder)
             differing = _what_changes(paged)
             if differing is None:
                 return paged, layers
-            _log.warning("%s, %s: logits change with %s", layers, backend.name, differing)
-    raise NotDeterministic(f"{type(model).__name__}: logits change with {differing}")
+            _log.warning("%s: logits change with %s", layers, differing)
+    compute_in_tiles(model)
+    paged = PagedModel(model, cache, backend, arithmetic)
+    differing = _what_changes(paged)
+    if differing is not None:
+        raise NotDeterministic(f"{type(model).__name__}: logits change with {differing}")
+    return paged, "separate layers (in tiles)"
+
+
+def _attention(
+    cache: PagedCache, shape: CacheShape, arithmetic: Arithmetic, on_host: bool
+) -> AttentionBackend:
+    if on_host:
+        return HostBackend(cache, shape, arithmetic)
+    return device_attention(cache, shape)
 
 
 def _what_changes(paged: PagedModel) -> str | None:
     """What the model's logits change with, None with nothing."""
     trial_logits(paged)
     shape, blocks_there = paged.backend.shape, paged.cache.blocks
-    length = trial_length(CHUNK, shape.context_len)
+    length = trial_length(shape.context_len)
     blocks = min(-(-length // shape.block_size), blocks_there // ROWS)
     length = min(length, blocks * shape.block_size)
     table = torch.arange(1, 1 + ROWS * blocks, device=paged.device).view(ROWS, blocks)
@@ -161,17 +157,14 @@ def _usual(
     model: PreTrainedModel,
     cache: PagedCache,
     shape: CacheShape,
-    join: bool,
     prepack: bool,
     on_host: bool,
     exact: bool,
 ) -> tuple[PagedModel, str]:
     """With joined layers where they can be, and the arithmetic proven on a CPU in float32."""
     arithmetic = Arithmetic(COUNTS if on_host else ())
-    backend = HostBackend(cache, shape, arithmetic) if on_host else GatherBackend(cache, shape)
-    decoder, layers = None, "separate layers (as configured)"
-    if join:
-        decoder, layers = _joined(model, cache, shape, prepack, backend)
+    backend = _attention(cache, shape, arithmetic, on_host)
+    decoder, layers = _joined(model, cache, shape, prepack, backend)
     products = decoder.products if decoder else []
     if on_host and exact and model.dtype is torch.float32:
         products = products or _tiled_products(model, prepack)

@@ -5,9 +5,8 @@ operations. This one computes the same with a third of them: query, key and valu
 product, gate and up out of another, keys and values go into the cache as they lie, the rotation is
 looked up in a table and done in place.
 
-It is built from the modules of the loaded model (Llama, Qwen, GLM-4 and others of their make) and
-holds their own weights: joined ones take the place of the parts, which become views. A model with
-any module that is not known is left alone.
+It is built from the modules of the loaded model (one of `MAKES`) and holds their own weights:
+joined ones take the place of the parts, which become views.
 """
 
 from __future__ import annotations
@@ -21,7 +20,14 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.functional import embedding, rms_norm, silu
-from transformers import PreTrainedModel
+from transformers import (
+    Glm4ForCausalLM,
+    GlmForCausalLM,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen2ForCausalLM,
+    Qwen3ForCausalLM,
+)
 from transformers.activations import SiLUActivation
 
 from replicas.invariant import TILE, Product
@@ -32,27 +38,22 @@ LayerAttention = Callable[[int, torch.Tensor, float], torch.Tensor]
 the heads come first, and the scale of scores, to the result [tokens, heads * head_dim]. Keys and
 values are in the cache already."""
 
-_ATTENTIONS = {
-    "LlamaAttention",
-    "Qwen2Attention",
-    "Qwen3Attention",
-    "GlmAttention",
-    "Glm4Attention",
-}
-"""Attention layers that were read and are tested. Others have the same parts and do more with them
-where a trial does not see it: scale queries by their position from some length on, say."""
+MAKES: tuple[type[PreTrainedModel], ...] = (
+    LlamaForCausalLM,
+    Qwen2ForCausalLM,
+    Qwen3ForCausalLM,
+    GlmForCausalLM,
+    Glm4ForCausalLM,
+)
+"""Models that were read and are tested. Others, subclasses too, have the same parts and may do more
+with them where a trial does not see it: scale queries by their position from some length on."""
 
-_LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
-_LAYER_OUTPUT_NORMS = {"post_self_attn_layernorm", "post_mlp_layernorm"}
-_ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
-_ATTENTION_NORMS = {"q_norm", "k_norm"}
 _SILU = (nn.SiLU, SiLUActivation)
 """Called as functions: a module's own call takes longer than what it computes."""
-_MLPS = ({"gate_proj", "up_proj", "down_proj", "act_fn"}, {"gate_up_proj", "down_proj"})
 
 
 class NotJoined(Exception):
-    """The model is not of this make; the message says where it differs."""
+    """The model keeps its own layers; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,12 +110,13 @@ class JoinedDecoder:
     ) -> None:
         """Takes the model's weights over; raises NotJoined, and then has changed nothing. `prepack`
         is that of `Product.of`."""
-        body = _known(model, {"model", "lm_head"}).model
-        _known(body, {"embed_tokens", "layers", "norm", "rotary_emb"})
-        if type(model.lm_head) is not nn.Linear:
-            raise NotJoined(f"{type(model.lm_head).__name__} is not a known output layer")
-        for layer in body.layers:
-            _check_layer(layer)
+        if type(model) not in MAKES:
+            raise NotJoined(f"{type(model).__name__} is of another make")
+        if any("forward" in vars(module) for module in model.modules()):
+            raise NotJoined("a rank holds a part of each")
+        if any(type(weight.data) is not torch.Tensor for weight in model.parameters()):
+            raise NotJoined("its weights are no plain ones")
+        body: Any = model.model
         first = body.layers[0].self_attn
         self._cache = cache
         self._dim = int(first.head_dim)
@@ -335,48 +337,9 @@ def _join(parts: Iterable[nn.Linear]) -> tuple[torch.Tensor, torch.Tensor | None
     return weight, bias
 
 
-def _norm(module: nn.Module) -> _Norm:
-    eps = getattr(module, "variance_epsilon", None)
-    if "RMSNorm" not in type(module).__name__ or eps is None:
-        raise NotJoined(f"{type(module).__name__} is not a known norm")
-    return _Norm.of(module.get_parameter("weight").detach(), float(eps))
+def _norm(module: Any) -> _Norm:
+    return _Norm.of(module.weight.detach(), float(module.variance_epsilon))
 
 
 def _norm_if_any(module: nn.Module, name: str) -> _Norm | None:
     return _norm(getattr(module, name)) if hasattr(module, name) else None
-
-
-def _check_layer(layer: Any) -> None:
-    _known(layer, _LAYER, _LAYER_OUTPUT_NORMS)
-    attention = _known(layer.self_attn, _ATTENTION, _ATTENTION_NORMS)
-    names = {name for name, _ in layer.mlp.named_children()}
-    known = next((mlp for mlp in _MLPS if mlp <= names), None)
-    if known is None:
-        raise NotJoined(f"{type(layer.mlp).__name__} is not a known feed-forward layer")
-    _known(layer.mlp, known, {"activation_fn"})
-    for module in (*attention.children(), *layer.mlp.children(), *layer.children()):
-        if isinstance(module, nn.Linear) or "Norm" in type(module).__name__:
-            _known(module, set())
-            if any(type(weight.data) is not torch.Tensor for weight in module.parameters()):
-                raise NotJoined(f"{type(module).__name__} holds no plain weights")
-        if "Norm" in type(module).__name__:
-            _norm(module)
-    projections = [getattr(attention, name) for name in sorted(_ATTENTION)]
-    products = [*projections, *(getattr(layer.mlp, name) for name in known if "proj" in name)]
-    if any(type(one) is not nn.Linear for one in products):
-        raise NotJoined(f"{type(layer).__name__} has projections of another kind")
-    inputs = [getattr(attention, name) for name in ("q_proj", "k_proj", "v_proj")]
-    if len({one.bias is None for one in inputs}) > 1:
-        raise NotJoined(f"{type(attention).__name__} has a bias in some projections only")
-    if type(attention).__name__ not in _ATTENTIONS:
-        raise NotJoined(f"{type(attention).__name__} is not a known attention layer")
-
-
-def _known(module: nn.Module, needed: set[str], others: set[str] | None = None) -> Any:
-    """The module, if it has these children, at most some of the others, and its class's forward."""
-    names = {name for name, _ in module.named_children()}
-    if not needed <= names <= needed | (others or set()):
-        raise NotJoined(f"{type(module).__name__} has the parts {sorted(names)}")
-    if "forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks:
-        raise NotJoined(f"{type(module).__name__} has a forward pass of its own")
-    return module

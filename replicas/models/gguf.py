@@ -8,7 +8,6 @@ one process at a time makes it.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import importlib.util
 import logging
@@ -19,11 +18,12 @@ from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 
+from huggingface_hub.utils import WeakFileLock  # type: ignore[attr-defined]
+
 from replicas.models.names import READERS, ModelRefused
 
 _WAIT_S_MAX = 3600.0
 """How long another process may take to convert the same file."""
-_LOOK_S = 0.2
 
 _log = logging.getLogger("lockstep.replica")
 _start_log = logging.getLogger("lockstep.start")
@@ -70,7 +70,8 @@ def _made_once(file: Path, made: Path, text: Path | None) -> Path:
     if made.is_dir():
         return made
     made.parent.mkdir(parents=True, exist_ok=True)
-    with _alone(made.parent / "lock"):
+    # The system lets go of a lock with its process. Another's may take long: TimeoutError.
+    with WeakFileLock(made.parent / "lock", timeout=_WAIT_S_MAX):
         if made.is_dir():
             return made
         what = "config and tokenizer" if text is None else f"weights, as {made.name}"
@@ -87,29 +88,11 @@ def _made_once(file: Path, made: Path, text: Path | None) -> Path:
             else:
                 shutil.copytree(text, part)
                 _write_weights(file, made.name, part)
-            for path in part.iterdir():
-                _to_disk(path)
             part.rename(made)
         finally:
             shutil.rmtree(part, ignore_errors=True)
         _log.info("%s: %s read in %.1f s", file, what, time.monotonic() - begun_s)
     return made
-
-
-@contextlib.contextmanager
-def _alone(lock: Path) -> Iterator[None]:
-    """Hold the lock file; the system lets go of it with the process. Raises TimeoutError."""
-    end_s = time.monotonic() + _WAIT_S_MAX
-    with lock.open("w") as held:
-        while True:
-            try:
-                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > end_s:
-                    raise TimeoutError(f"{lock}: held for {_WAIT_S_MAX:.0f} s") from None
-            time.sleep(_LOOK_S)
-        yield
 
 
 def _write_text(file: Path, part: Path) -> None:
@@ -150,9 +133,3 @@ def _refusing(file: Path) -> Iterator[None]:
         raise
     except Exception as error:
         raise ModelRefused(f"{file}: transformers cannot read it: {error}") from error
-
-
-def _to_disk(path: Path) -> None:
-    """A rename may reach the disk before what was written."""
-    with path.open("rb") as written:
-        os.fsync(written.fileno())

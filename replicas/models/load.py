@@ -1,10 +1,13 @@
 """Load one model by its name, and refuse what cannot be read.
 
-Knows nothing of what it is for: a target and what drafts for it are `models.pair`'s.
+transformers dequantizes the weights of a quantized checkpoint in reading; nothing else knows that
+it was quantized. Knows nothing of what a model is for: a target and what drafts for it are
+`models.pair`'s.
 """
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -12,11 +15,11 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from transformers import PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from replicas.config import ReplicaConfig
 from replicas.demo import DRAFT_DIR, TARGET_DIR
-from replicas.models.checkpoint import read_config, read_model
 from replicas.models.gguf import converted
 from replicas.models.names import TINY, ModelRefused, gguf_file, hub_revision
 from replicas.models.paged_model import ATTENTION
@@ -148,3 +151,45 @@ def load_model(
     # Here still on the CPU: the device needs room for a part only.
     divide(model)
     return model.to(device)
+
+
+def read_config(path: str, trust_remote_code: bool) -> Any:
+    """transformers' config of a model, by which `from_pretrained` gives plain weights.
+
+    Raises what `AutoConfig` raises, and ModelRefused for a checkpoint of a method that transformers
+    cannot dequantize in reading.
+    """
+    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    if quantization := getattr(config, "quantization_config", None):
+        method = quantization.get("quant_method")
+        of_method = AUTO_QUANTIZATION_CONFIG_MAPPING.get(method)
+        if of_method is None or "dequantize" not in inspect.signature(of_method).parameters:
+            raise ModelRefused(
+                f"{path} is quantized by {method}, of which transformers reads no plain weights"
+            )
+        config.quantization_config = {**quantization, "dequantize": True}
+    return config
+
+
+def read_model(
+    path: str, trust_remote_code: bool, dtype: torch.dtype, attention: str | None = None
+) -> PreTrainedModel:
+    """The model on the CPU, its weights in `dtype`. Raises what `read_config` raises, and
+    ModelRefused where a package is missing that transformers needs for it."""
+    config = read_config(path, trust_remote_code)
+    quantized = hasattr(config, "quantization_config")
+    try:
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            path,
+            config=config,
+            dtype=dtype,
+            attn_implementation=attention,
+            trust_remote_code=trust_remote_code,
+            use_safetensors=True,
+        )
+    except ImportError as error:  # a package that reads this kind of checkpoint
+        raise ModelRefused(f"{path}: {error}") from error
+    for parameter in model.parameters() if quantized else ():
+        # Weights that are not quantized there keep the dtype in which they are stored.
+        parameter.data = parameter.data.to(dtype)
+    return model.eval().requires_grad_(False)

@@ -239,15 +239,19 @@ def paged_attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     current = _PASS.get()
     if current is None:
-        return _plain_attention(query, key, value, scale), None
+        return plain_attention(query, key, value, scale), None
     queries = query[0].transpose(0, 1)
     out = current.attention(current.layer, queries, scale)
     return out.view(1, *queries.shape), None
 
 
-def _plain_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
-) -> torch.Tensor:
+def plain_attention(
+    query: torch.Tensor,  # [1, heads, tokens, head_dim]
+    key: torch.Tensor,  # [1, kv_heads, keys, head_dim]
+    value: torch.Tensor,  # [1, kv_heads, keys, head_dim]
+    scale: float,
+) -> torch.Tensor:  # [1, tokens, heads, head_dim]
+    """Over the keys that are given, the last of which are the tokens' own."""
     heads, tokens = query.shape[1:3]
     key, value = (one.repeat_interleave(heads // one.shape[1], 1) for one in (key, value))
     keys = key.shape[2]

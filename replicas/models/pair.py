@@ -90,7 +90,6 @@ def load_pair(config: ReplicaConfig, read: Pair | None = None) -> Pair:
     With `tensor_parallel` the target is this rank's part of it; `replicas.parallel` loads them all.
     """
     device = resolve_device(config.device)
-    leave_out_cudnn(device)
     # Whatever can be refused is refused before gigabytes of weights are read.
     read = read or read_pair(config)
     rank = dist.get_rank() if config.tensor_parallel > 1 else 0
@@ -100,16 +99,6 @@ def load_pair(config: ReplicaConfig, read: Pair | None = None) -> Pair:
         path, config, device, ACCEPTANCE, lambda whole: take_part(whole, config, rank)
     )
     return replace(read, target=target, draft=draft, device=device)
-
-
-def leave_out_cudnn(device: torch.device) -> None:
-    """Have torch's attention on a GPU take its other kernels, in this process.
-
-    On Hopper and later it prefers cuDNN's, which is built anew for every shape, takes a good part
-    of a second for that, and keeps them all; prompts have ever new shapes.
-    """
-    if device.type == "cuda":
-        torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def check_attention(config: Any, context_len: int) -> None:

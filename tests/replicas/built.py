@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import random
 
+import pytest
 import torch
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from replicas.config import ReplicaConfig
+from replicas.models import decoder
 from replicas.models.build import build
 from replicas.models.paged_model import ATTENTION, PagedModel
 from tests.tiny_pairs import VOCAB, target_model
@@ -49,8 +51,12 @@ def with_massive_activations(model: PreTrainedModel, size: float = 20_000.0) -> 
 def built(
     model: PreTrainedModel, join: bool = True, prepack: bool = True
 ) -> tuple[PagedModel, str]:
-    config = ReplicaConfig(block_size=BLOCK_SIZE, fuse_layers=join, device="cpu")
-    return build(model, "tiny", config, BLOCKS, CONTEXT, prepack)
+    """Without `join` as one of a make that is not known."""
+    config = ReplicaConfig(block_size=BLOCK_SIZE, device="cpu")
+    with pytest.MonkeyPatch.context() as patch:
+        if not join:
+            patch.setattr(decoder, "MAKES", ())
+        return build(model, "tiny", config, BLOCKS, CONTEXT, prepack)
 
 
 class Rows:

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
 from replicas import calibration
 from replicas.calibration import DRAFT_LENS, LENGTH, PREFILLS, ROWS, Trial, calibrate, calibrated
-from replicas.models.pair import Pair
+from replicas.config import ReplicaConfig
 from replicas.replica import Replica
 from scheduler.draft_length import LatencyTable
 from scheduler.messages import Batch, BatchKind, PrefillTiming, StepResult, StepTimes, StepTiming
-from tests.replicas.heads import TARGET_VOCAB, WIDTH, headed_replica, said, save_head
-from tests.tiny_pairs import tiny_pair, tiny_replica
+from tests.replicas.heads import TARGET_VOCAB, headed_replica, said, save_head
+from tests.tiny_pairs import target_model, tiny_replica
 
 
 def steps_of(replica: Trial) -> list[StepTiming]:
@@ -63,19 +60,27 @@ def test_few_and_many_rows_are_timed_with_and_without_drafting() -> None:
 
 
 def test_a_hiccup_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first batch of each kind and one more take long."""
+    monkeypatch.setattr(calibration, "CHUNKS", (16, 32))
     replica = tiny_replica("llama")
-    batches = itertools.count()
+    batches, prefills = itertools.count(), itertools.count()
 
-    def hiccupping(batch: Batch) -> StepTimes:
+    def stepped(batch: Batch) -> StepTimes:
         slow = 100.0 if next(batches) % 4 == 0 else 1e-3
         return StepTimes(0.0, batch.draft_len * slow, slow, (batch.draft_len + 2) * slow)
 
-    retime(monkeypatch, replica, BatchKind.SPECULATE, hiccupping)
+    def filled(batch: Batch) -> StepTimes:
+        seconds = 1e-3 if next(prefills) % (PREFILLS + 1) == PREFILLS else 100.0
+        return StepTimes(seconds, total_s=seconds)
+
+    retime(monkeypatch, replica, BatchKind.SPECULATE, stepped)
     timings = steps_of(replica)
     assert len(timings) == len(ROWS) * len(DRAFT_LENS)
     for one in timings:
         parts = (one.draft_s, one.verify_s, one.rest_s)
         assert parts == pytest.approx((one.draft_len * 1e-3, 1e-3, 1e-3))
+    retime(monkeypatch, replica, BatchKind.PREFILL, filled)
+    assert [one.prefill_s for one in prefills_of(replica)] == [1e-3, 1e-3]
 
 
 def test_a_replica_without_room_is_tried_as_far_as_it_goes() -> None:
@@ -128,19 +133,6 @@ def test_a_prefill_that_takes_long_is_the_largest_one_tried(
         assert [one.tokens for one in prefills_of(replica)] == tried
 
 
-def test_of_two_prefills_the_shorter_time_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    replica = tiny_replica("llama")
-    batches = itertools.count()
-
-    def hiccupping(batch: Batch) -> StepTimes:
-        seconds = 1e-3 if next(batches) % (PREFILLS + 1) == PREFILLS else 100.0
-        return StepTimes(seconds, total_s=seconds)
-
-    monkeypatch.setattr(calibration, "CHUNKS", (16, 32))
-    retime(monkeypatch, replica, BatchKind.PREFILL, hiccupping)
-    assert [one.prefill_s for one in prefills_of(replica)] == [1e-3, 1e-3]
-
-
 def test_trials_stay_within_what_memory_is_planned_for() -> None:
     """Of a replica that has room for more: its buffers have not."""
     replica = tiny_replica("llama")
@@ -159,50 +151,22 @@ def test_trials_that_fail_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch) 
     replica.check_integrity()
 
 
-SURE = 1000
-"""A factor of logits beside which noise is nothing."""
-
-
-def counting_pair() -> tuple[Pair, torch.Tensor]:
-    """Its target says the next id, by the first half of the embedding; into the second its layers
-    write what no one reads. The directions of that half, [vocabulary, half]."""
-    pair = tiny_pair("llama")
-    target: Any = copy.deepcopy(pair.target)
-    half = WIDTH // 2
-    directions = torch.randn(2, TARGET_VOCAB, half, generator=torch.Generator().manual_seed(0))
-    directions /= directions.norm(dim=-1, keepdim=True)
-    with torch.no_grad():
-        target.get_input_embeddings().weight.copy_(torch.cat(tuple(directions), -1))
-        target.lm_head.weight.zero_()
-        target.lm_head.weight[:, :half] = SURE * directions[0].roll(1, 0)
-        for layer in target.model.layers:
-            for written in (layer.self_attn.o_proj.weight, layer.mlp.down_proj.weight):
-                written[:half] = 0
-                written[half:] *= 10
-    return replace(pair, target=target), directions[1]
-
-
-@pytest.mark.parametrize(("taps", "right"), [([0, 1, 2], True), ([2, 1, 0], False)])
-def test_a_right_head_is_not_warned_about_and_one_with_wrong_taps_is(
-    taps: list[int], right: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("right", [True, False])
+def test_a_right_head_is_not_warned_about_and_another_targets_is(
+    right: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It knows a token by the second half of its embedding, which is whole in the first tap."""
-    pair, directions = counting_pair()
-    half = WIDTH // 2
-    seen, known = torch.zeros(WIDTH, 3 * WIDTH), torch.zeros(TARGET_VOCAB, WIDTH)
-    seen[half:, half:WIDTH] = torch.eye(half)
-    known[:, half:] = SURE * directions.roll(2, 0)
-    whole = said(True, draft_vocab_size=TARGET_VOCAB, eagle_aux_hidden_state_layer_ids=taps)
-    tensors = {
-        "fc.weight": seen,
-        "norm.weight": torch.ones(WIDTH),
-        "lm_head.weight": known,
-        "layers.0.self_attn.o_proj.weight": torch.zeros(WIDTH, WIDTH),
-        "layers.0.mlp.down_proj.weight": torch.zeros(WIDTH, 40),
-    }
-    replica = headed_replica(save_head(tmp_path, pair.target.config, whole, **tensors), pair)
+    # Tiny random models say the same over and over, and so does any head.
+    monkeypatch.setattr(calibration, "RIGHT_LEAST", 0.3)
+    if right:
+        speculative = {"method": "eagle3", "model": "planted:head"}
+        target = "planted:tiny?acceptance=0.7"
+        config = ReplicaConfig(target=target, speculative=speculative, device="cpu", kv_blocks=512)
+        replica = Replica.load(config.model_copy(update={"calibrate": False}))
+    else:
+        whole = said(True, draft_vocab_size=TARGET_VOCAB)
+        replica = headed_replica(save_head(tmp_path, target_model("llama").config, whole))
     spec = calibrated(replica, *replica.planned, replica.taps)
     assert spec.acceptance is not None
-    assert (spec.acceptance > 0.9) == right, spec.acceptance
+    assert (spec.acceptance > 0.5) == right, spec.acceptance
     assert ("the wrong weights or taps?" in spec.drafter) == (not right)
     assert bool(caplog.records) == (not right)

@@ -83,7 +83,7 @@ def test_a_prefill_in_chunks_leaves_only_numbers(chunk: int) -> None:
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("ragged", [False, True])
 def test_a_row_without_a_next_token_fails_and_the_others_go_on(fused: bool, ragged: bool) -> None:
-    client = Overflowing(deterministic=not fused, fuse_layers=fused)
+    client = Overflowing(deterministic=not fused)
     assert (client.models[0].decoder is not None) == fused
     client.prefill(a=[5, 9, BEYOND], b=INNOCENT["b"], c=INNOCENT["c"])
     with pytest.raises(NotFinite, match="row 1: the logits after 3 tokens"):
@@ -91,7 +91,7 @@ def test_a_row_without_a_next_token_fails_and_the_others_go_on(fused: bool, ragg
     with pytest.raises(NotFinite, match="row 0"):
         client.two_steps(0, "a")
     assert client.finite()
-    alone = Overflowing(deterministic=not fused, fuse_layers=fused)
+    alone = Overflowing(deterministic=not fused)
     alone.prefill(b=INNOCENT["b"], c=INNOCENT["c"])
     for one in (client, alone):
         one.two_steps(3, "cb", ragged)

@@ -16,19 +16,7 @@ from replicas.replica import Replica
 from scheduler.messages import Batch, BatchKind, StepRow
 from tests.reference import plain_greedy
 from tests.replicas.pool import Client, prompt
-from tests.tiny_pairs import ARCHITECTURES, target_model, tiny_replica
-
-
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_draft_lengths_may_change_from_batch_to_batch(architecture: str) -> None:
-    """Steps without drafting leave the draft behind; it catches up by itself."""
-    client = Client(tiny_replica(architecture))
-    names = {"a": prompt(1), "b": prompt(30), "c": prompt(7)}
-    client.prefill(new=60, **names)
-    for k, n in ((3, 1), (0, 5), (2, 2), (0, 1), (5, 1), (1, 3), (0, 4), (4, 2)):
-        client.steps(k, n)
-    client.check(architecture)
-    assert all(len(client.new_tokens(name)) >= 19 for name in names)
+from tests.tiny_pairs import target_model, tiny_replica
 
 
 def test_a_row_that_is_filled_in_part_can_neither_step_nor_be_filled_from_elsewhere() -> None:
@@ -42,14 +30,6 @@ def test_a_row_that_is_filled_in_part_can_neither_step_nor_be_filled_from_elsewh
     with pytest.raises(AssertionError, match="5 of 22"):
         client.prefill_until(a=10)
     assert client.replica.residents == (), "a failed prefill leaves nothing"
-
-
-@pytest.mark.parametrize("chunk", [1, 3, 512])
-def test_prefill_in_chunks_is_prefill(chunk: int) -> None:
-    client = Client(tiny_replica("llama", prefill_chunk_tokens=chunk))
-    client.prefill(a=prompt(23), b=prompt(2), c=prompt(11), d=prompt(1))
-    client.steps(3, 4)
-    client.check()
 
 
 def test_a_batch_ends_early_once_a_row_has_reached_its_limit() -> None:
@@ -71,18 +51,6 @@ def test_a_batch_ends_early_once_a_row_has_met_a_stop_token() -> None:
     client.check()
     got = client.new_tokens("a")
     assert len(got) - got.index(stop) <= 4, "ends with the step that met it"
-
-
-def test_accepted_tokens_are_counted_per_position() -> None:
-    client = Client(tiny_replica("llama"))
-    client.prefill(new=60, a=prompt(10), b=prompt(4))
-    result = client.steps(4, 6)
-    for row in result.rows:
-        assert row.steps == result.steps == 6
-        assert row.draft_tokens == 24
-        assert list(row.accepted_at) == sorted(row.accepted_at, reverse=True)
-        assert len(row.tokens) == sum(row.accepted_at) + row.steps
-    assert 0 < sum(sum(row.accepted_at) for row in result.rows) < 48
 
 
 def test_a_batch_with_too_few_blocks_is_refused_before_anything_is_written() -> None:
@@ -123,7 +91,5 @@ def test_replicas_whose_output_could_differ_have_other_fingerprints(tmp_path: Pa
         fingerprint(str(tmp_path)),
         fingerprint(dtype="bfloat16"),
         fingerprint(dtype="bfloat16", deterministic=True),
-        fingerprint(fuse_layers=False),
-        fingerprint(prepack_weights=False),
     ]
     assert len(set(found)) == len(found)

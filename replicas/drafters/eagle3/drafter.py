@@ -26,7 +26,7 @@ from replicas.drafters.protocol import Ask, Drafter, DraftSource, Proposal, Seen
 from replicas.invariant import Arithmetic, HostBackend
 from replicas.kv_cache import SCRAP_BLOCK, CacheShape, PagedCache
 from replicas.memory import DraftMemory, MemoryPlan, ModelShape
-from replicas.models.attention import choose_attention
+from replicas.models.attention import device_attention
 from replicas.models.build import computes_on_host
 from replicas.models.load import PairRefused, dtype_of, resolve
 from replicas.models.paged_model import ALL, AttentionBackend
@@ -211,7 +211,7 @@ class HeadSource(DraftSource):
         if on_host:
             backend = HostBackend(cache, shape, Arithmetic())
         else:
-            backend = choose_attention(cache, shape, config.attention_of(device))
+            backend = device_attention(cache, shape)
         embeddings = target.get_input_embeddings().weight.detach()
         layer = HeadLayer(self.head, embeddings, cache, shape, backend, plan.prepack)
         passes: HeadLayer | GraphedModel = layer

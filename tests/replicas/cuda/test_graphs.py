@@ -10,12 +10,10 @@ from collections.abc import Callable
 from functools import partial
 
 import pytest
-import torch
 
 from replicas.cuda import GraphedModel, Kind, buckets, graphs
 from replicas.models.paged_model import Output
 from tests.oracle.worlds import check_answers, greedy_answers, sampled_answers
-from tests.replicas.built import built, uneven_model
 from tests.tiny_pairs import ARCHITECTURES, tiny_replica
 
 
@@ -53,33 +51,6 @@ def test_a_pass_outside_of_all_kinds_runs_as_it_is() -> None:
     """Some are: those of few rows with short drafts."""
     replica = tiny_replica("llama", graphs="on", plan_rows=2, plan_draft_len=1)
     check_answers(replica, greedy_answers("llama"), 5, 3)
-
-
-def test_a_recording_that_fails_is_said_and_the_pass_is_unrecorded(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """With a device that calls itself a GPU."""
-    model, _ = built(uneven_model("llama"))
-
-    def refuse(*args: object) -> None:
-        raise RuntimeError("operation not permitted when stream is capturing")
-
-    monkeypatch.setattr(graphs, "warm_up", refuse)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
-    for make in (torch.zeros, torch.full):
-
-        def on_cpu(*args: object, make: Callable[..., object] = make, **fields: object) -> object:
-            return make(*args, **{**fields, "device": "cpu"})
-
-        monkeypatch.setattr(torch, make.__name__, on_cpu)
-
-    class OnGpu:
-        device = torch.device("cuda")
-        backend, cache, vocab, forward = model.backend, model.cache, model.vocab, model.forward
-
-    with pytest.warns(UserWarning, match="runs unrecorded"):
-        made = GraphedModel(OnGpu(), rows_most=1, widths=[1])  # type: ignore[arg-type]
-    assert made.recorded == 0
 
 
 def test_buckets_are_powers_of_two_and_the_most() -> None:

@@ -21,15 +21,13 @@ from replicas.cuda import FixedPass, Kind
 from replicas.drafters.eagle3.config import head_config
 from replicas.drafters.eagle3.layer import HeadLayer
 from replicas.drafters.eagle3.weights import Head
-from replicas.invariant.device import chunked_attention
 from replicas.invariant.modules import compute_in_tiles
 from replicas.invariant.ops import TILE, Arithmetic
 from replicas.kernels import attention as kernels
-from replicas.kv_cache import BlockAllocator, CacheShape, PagedCache
-from replicas.models.attention import GatherBackend, PagedBackend
+from replicas.kv_cache import CacheShape, PagedCache
 from replicas.models.decoder import JoinedDecoder
-from replicas.models.paged_model import ATTENTION, AttentionBackend, PagedModel, fill
-from replicas.stopwatch import Stopwatch
+from replicas.models.paged_model import ATTENTION, PagedModel
+from tests.gathering import Kernels
 from tests.replicas.heads import TARGET_VOCAB, said
 from tests.tiny_pairs import ARCHITECTURES, random_model
 
@@ -80,27 +78,6 @@ def recordable() -> Iterator[None]:
         yield
 
 
-class Unwaited(TorchDispatchMode):
-    """Lets tensors of the host in only where it need not wait for the device."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sent = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> object:
-        out = func(*args, **kwargs or {})
-        tensors = [x for x in tree_leaves((args, kwargs, out)) if isinstance(x, torch.Tensor)]
-        if len({x.device.type for x in tensors}) > 1:
-            names = [argument.name for argument in func._schema.arguments]
-            given = dict(zip(names, args, strict=False)) | (kwargs or {})
-            if not given.get("non_blocking"):
-                raise OfTheHost(f"{func} waits for a copy")
-            self.sent += 1
-        return out
-
-
 @pytest.fixture(autouse=True)
 def _without_values(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What looks at numbers as a model is loaded, before any step, is left out."""
@@ -128,7 +105,6 @@ def model_on_meta(
     architecture: str,
     dtype: torch.dtype,
     join: bool = True,
-    attention: str = "gather",
     tiled: bool = False,
 ) -> PagedModel:
     """A model without weights, as it is on a GPU."""
@@ -145,11 +121,7 @@ def model_on_meta(
         config.num_hidden_layers, kv_heads, head_dim, BLOCKS, block_size, dtype, META
     )
     arithmetic = Arithmetic((TILE,)) if tiled else Arithmetic()
-    backend: AttentionBackend = GatherBackend(cache, shape)
-    if attention == "chunked":
-        backend = GatherBackend(cache, shape, chunked_attention, "chunked")
-    elif attention == "paged":
-        backend = PagedBackend(cache, shape)
+    backend = Kernels(cache, shape)
     decoder = JoinedDecoder(model, cache, CONTEXT, False) if join else None
     if tiled and decoder is None:
         compute_in_tiles(model)
@@ -165,13 +137,8 @@ def model_on_meta(
         *((one, torch.float16, {"join": True}) for one in ARCHITECTURES),
         *((one, torch.bfloat16, {"join": False}) for one in ARCHITECTURES),
         *(
-            (one, torch.bfloat16, {"tiled": True, "join": join, "attention": attention})
+            (one, torch.bfloat16, {"tiled": True, "join": join})
             for one in ARCHITECTURES
-            for join in (True, False)
-            for attention in ("chunked", "paged")
-        ),
-        *(
-            ("qwen3", torch.bfloat16, {"join": join, "attention": "paged"})
             for join in (True, False)
         ),
     ],
@@ -182,7 +149,7 @@ def test_every_kind_of_pass_can_be_recorded(
 ) -> None:
     """Through the standing tensors, as on a GPU."""
     model = model_on_meta(architecture, dtype, **more)
-    taps = (0, 1) if "attention" not in more else ()
+    taps = (0, 1) if "tiled" not in more else ()
     for width in (1, 4):
         kind = Kind(ROWS, width, 80 // model.backend.shape.block_size or 1)
         one = FixedPass(model, model.backend.shape, kind, taps, None)
@@ -203,83 +170,10 @@ def test_so_can_passes_of_a_head(kind: str) -> None:
     shape = CacheShape(16, CONTEXT, 4, 2, 8)
     cache = PagedCache(1, 2, 8, BLOCKS, 16, torch.float32, META)
     head = Head(config, tensors, None)
-    layer = HeadLayer(head, embeddings, cache, shape, GatherBackend(cache, shape), False)
+    layer = HeadLayer(head, embeddings, cache, shape, Kernels(cache, shape), False)
     one = FixedPass(layer, shape, Kind(ROWS, 1, 5), (), None, config.width)
     with recordable():
         out = one.compute()
     assert out.logits is not None
     assert out.logits.shape == (ROWS, TARGET_VOCAB)
     assert [tap.shape for tap in out.taps] == [(ROWS, config.width)]
-
-
-@pytest.mark.parametrize(
-    "spoilt",
-    [
-        lambda x: x.sum().item(),
-        lambda x: bool((x > 0).any()),
-        lambda x: x.tolist(),
-        lambda x: x[x > 0],
-        lambda x: x.nonzero(),
-        lambda x: x + torch.ones(2, 2),
-        lambda x: x[torch.zeros(2, dtype=torch.int64)],
-        lambda x: x[:, [0, 1]],
-        lambda x: x + torch.tensor([1.0, 2.0], device=x.device),
-        lambda x: x.cpu(),
-    ],
-)
-def test_what_cannot_be_recorded_is_found(spoilt: Callable[[torch.Tensor], object]) -> None:
-    x = torch.ones(2, 2, device=META)
-    with pytest.raises((OfTheHost, RuntimeError)), recordable():  # NotImplementedError is one
-        spoilt(x)
-
-
-@pytest.mark.parametrize("cached", [0, 8])
-@pytest.mark.parametrize("lengths", [[40, 40, 40], [9, 40, 23]])
-def test_prefill_waits_for_no_copy(lengths: list[int], cached: int) -> None:
-    """So that the host launches the draft's passes while the target's still run."""
-    model = model_on_meta("qwen3", torch.bfloat16)
-    allocator = BlockAllocator(BLOCKS, 16)
-    for index, length in enumerate(lengths):
-        allocator.grow(str(index), length)
-    table = allocator.table([str(index) for index in range(len(lengths))], META)
-    contents = [[7] * length for length in lengths]
-    with Unwaited() as mode:
-        ranges = [(cached * (row % 2), length) for row, length in enumerate(lengths)]
-        fill(model, contents, ranges, table, 48)
-    assert mode.sent > 3
-
-
-def test_a_section_that_still_runs_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A head takes in hidden states after the step's last look at the device."""
-
-    class Event:
-        reached = False
-
-        def __init__(self, enable_timing: bool) -> None:
-            assert enable_timing
-
-        def record(self) -> None:
-            pass
-
-        def synchronize(self) -> None:
-            self.reached = True
-
-        def elapsed_time(self, end: Event) -> float:
-            if not end.reached:
-                raise RuntimeError("CUDA error: device not ready")
-            return 250.0
-
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    watch = Stopwatch(torch.device("cuda"))
-    for _ in range(2):
-        with watch.section("verify"):
-            pass
-    assert watch.seconds("verify") == 0.5
-    assert watch.seconds("draft") == 0.0
-
-
-def test_a_copy_that_waits_is_found() -> None:
-    with pytest.raises(OfTheHost, match="waits"), Unwaited():
-        torch.ones(2).to(META)
-    with pytest.raises(OfTheHost, match="waits"), Unwaited():
-        torch.ones(2, device=META)[torch.arange(2)]

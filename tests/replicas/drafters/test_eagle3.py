@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+from itertools import product
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,9 @@ from replicas.drafters.eagle3 import HeadRefused, HeadSource, load_head, read_he
 from replicas.drafters.eagle3.config import head_config
 from replicas.drafters.eagle3.drafter import TOGETHER
 from replicas.memory import plan_memory
-from replicas.models.paged_model import Wants
 from replicas.sampling.choice import SamplingBatch
 from replicas.stopwatch import Stopwatch
 from scheduler.messages import SamplingParams
-from tests.replicas.built import built, uneven_model
 from tests.replicas.heads import TARGET_VOCAB, headed_replica, plain_head, said, save_head
 from tests.replicas.pool import Client, failing_pass, prompt
 from tests.tiny_pairs import target_model, tiny_pair
@@ -36,6 +35,10 @@ WIRINGS = [
     {"norm_before_fc": True, "rope_theta": 500.0},
     {"fc_norm": True, "norm_output": True},
 ]
+FORMATS = [(False, True), (False, False), (True, False)]
+"""Of speculators or the original, pickled or not."""
+LEFT = {"verifier_norm.weight": torch.ones(32), "verifier_lm_head.weight": torch.ones(97, 32)}
+"""What training leaves behind, which is ignored."""
 
 
 class Headed(Client):
@@ -85,18 +88,19 @@ def expected(path: str, content: list[int], k: int) -> list[int]:
     return plain_head(config, tensors, embeddings, hidden, content, k, theta)[0]
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3"])
 @pytest.mark.parametrize(
-    ("speculators", "pickled"),
-    [(False, True), (False, False), (True, False)],
-    ids=["original pickled", "original", "speculators"],
+    ("wiring", "kind", "speculators", "pickled"),
+    [
+        (wiring, kind, *FORMATS[number % len(FORMATS)])
+        for number, (wiring, kind) in enumerate(product(WIRINGS, ("llama", "qwen3")))
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("wiring", WIRINGS, ids=lambda one: " ".join(one) or "plain")
 def test_drafts_are_those_of_the_equations(
-    tmp_path: Path, kind: str, speculators: bool, pickled: bool, wiring: dict[str, object]
+    tmp_path: Path, wiring: dict[str, object], kind: str, speculators: bool, pickled: bool
 ) -> None:
     """After prefill in chunks, plain steps, drafting ones, and rows of several lengths."""
-    path = save_head(tmp_path, TARGET, said(speculators, kind, **wiring), pickled=pickled)
+    path = save_head(tmp_path, TARGET, said(speculators, kind, **wiring), pickled=pickled, **LEFT)
     client = Headed(path, prefill_chunk_tokens=8, plan_prefill_rows=1)
     client.prefill(new=60, a=prompt(23), b=prompt(2), c=prompt(9))
     for k, n in ((0, 2), (3, 2), (0, 1), (2, 3), (0, TOGETHER + 2)):
@@ -124,20 +128,6 @@ def test_a_head_may_bring_its_embedding_and_have_a_width_and_a_vocabulary_of_its
     client = Headed(path)
     client.prefill(a=prompt(7), b=prompt(12))
     for k in (0, 3):
-        client.steps(k)
-        client.check_drafts(3)
-
-
-def test_passes_of_fixed_shapes_draft_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also where the head's keys and values lie as on a GPU."""
-    path = save_head(tmp_path, TARGET, said(True, "qwen3"))
-    client = Headed(path, graphs="on", plan_rows=2, plan_draft_len=3)
-    # Passes that are not replayed would run here.
-    monkeypatch.setattr(client.replica.drafter.passes, "model", None)  # type: ignore[union-attr]
-    client.prefill(a=prompt(7), b=prompt(12))
-    for k in (0, 2, 3):
         client.steps(k)
         client.check_drafts(3)
 
@@ -195,28 +185,6 @@ def test_rows_of_unequal_drafts_show_the_head_what_was_accepted(path: str) -> No
     for own in ({"a": 0}, {"b": 1}, {"b": 0}, {}):
         client.steps(3, 2, **own)
         client.check_drafts(3)
-
-
-@pytest.mark.parametrize("join", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_targets_bits_do_not_depend_on_what_is_tapped(join: bool, dtype: torch.dtype) -> None:
-    model, how = built(uneven_model("llama").to(dtype), join, prepack=dtype is torch.float32)
-    assert (model.decoder is not None) == join, how
-    table = torch.arange(1, 13).view(2, 6)
-    tokens = torch.arange(24)
-    found = []
-    for taps in ((), (0, 1, 2)):
-        model.cache.clear()
-        with torch.inference_mode():
-            layout = model.backend.ranges_layout(table, [(0, 7), (0, 5)])
-            model.forward(tokens[:12], layout, Wants(logits=False, taps=taps))
-            layout = model.backend.step_layout(table, [7, 5], 3).window(0, 3)
-            out = model.forward(tokens[12:18], layout, Wants(taps=taps))
-        assert [tap.shape for tap in out.taps] == [(6, 32)] * len(taps)
-        assert out.logits is not None
-        found.append([out.logits, *(layer.clone() for layer in model.cache.layers)])
-    for one, other in zip(*found, strict=True):
-        assert torch.equal(one, other)
 
 
 # ------------------------------------------------------------------------------ checkpoints
@@ -297,12 +265,6 @@ def test_a_file_that_is_broken_is_refused_by_name(
     file.write_bytes(file.read_bytes()[:-100] if content is None else content)
     with pytest.raises(HeadRefused, match=f"^{name}: "):
         read_head(path, TARGET)
-
-
-def test_what_training_left_behind_is_ignored(tmp_path: Path) -> None:
-    left = {"verifier_norm.weight": torch.ones(32), "verifier_lm_head.weight": torch.ones(97, 32)}
-    path = save_head(tmp_path, TARGET, said(True), **left)
-    load_head(path, read_head(path, TARGET), torch.float32, CPU)
 
 
 def test_memory_is_planned_for_the_head_that_will_be_loaded(path: str) -> None:

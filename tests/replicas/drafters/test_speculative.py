@@ -123,20 +123,3 @@ def test_a_head_is_known_before_its_weights_are_read(head: str, tmp_path: Path) 
     other.save_pretrained(tmp_path)
     with pytest.raises(PairRefused, match=r"speculative\.model: .*: .*but the target is"):
         read_pair(config.model_copy(update={"target": str(tmp_path)}))
-
-
-def test_a_planted_head_is_right_as_often_as_its_target_follows_the_map() -> None:
-    replica = loaded(
-        target="planted:tiny?acceptance=0.7",
-        speculative={"method": "eagle3", "model": "planted:head"},
-        calibrate=False,
-    )
-    engine = LocalEngine(replica, SchedulerConfig(draft_len=3))
-    outputs = engine.generate([Request(str(one), (one, 7), 60) for one in range(20)])
-    drafted = sum(output.usage.draft_tokens for output in outputs) / 3
-    first = sum(output.usage.accepted_at[0] for output in outputs)
-    assert first / drafted == pytest.approx(0.7, abs=0.12)
-    plain = loaded(target="planted:tiny?acceptance=0.7", draft=None, calibrate=False)
-    alone = LocalEngine(plain, SchedulerConfig(rows_max=1))
-    (again,) = alone.generate([Request("5", (5, 7), 60)])
-    assert again.tokens == outputs[5].tokens

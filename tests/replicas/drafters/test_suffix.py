@@ -200,21 +200,3 @@ def test_a_replica_tells_it_all_that_is_committed_and_takes_back_what_failed() -
     with pytest.raises(RuntimeError), failing_pass(replica, 3):
         client.steps(4, 5)
     assert known() == client.contents
-
-
-def test_a_step_is_as_wide_as_its_longest_draft(monkeypatch: pytest.MonkeyPatch) -> None:
-    drafter = SuffixDrafter()
-    replica = tiny_replica("llama", drafter=drafter)
-    client = Client(replica)
-    client.prefill(new=40, a=[1, 2, 3, 4, 1, 2], b=[5, 6, 7])
-    widths = []
-    forward = replica.target.forward
-
-    def noted(tokens: torch.Tensor, *args: object) -> object:
-        widths.append(tokens.shape[0])
-        return forward(tokens, *args)
-
-    monkeypatch.setattr(replica.target, "forward", noted)
-    client.steps(8, names=["b"])
-    client.steps(8, names=["a"])
-    assert widths == [1, 1 + 3], "nothing to say; three tokens after a match of two"

@@ -1,5 +1,5 @@
-"""Proves that every attention over a paged cache sees what a plain one sees, whatever lies where,
-and that the kernels are taken only if they do.
+"""Proves that attention on a device sees what a plain one sees, whatever lies where, and that a
+model is refused where it does not.
 
 On a CPU Triton interprets them, one program after the other.
 """
@@ -7,6 +7,7 @@ On a CPU Triton interprets them, one program after the other.
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,20 +15,12 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from replicas.invariant.device import chunked_attention
 from replicas.kernels import attention as kernels
 from replicas.kv_cache import SCRAP_BLOCK, CacheShape, PagedCache
 from replicas.kv_cache.device_layout import DeviceLayout, DeviceWindow, device_ranges
-from replicas.models.attention import (
-    AttentionRefused,
-    GatherBackend,
-    NotPaged,
-    PagedBackend,
-    choose_attention,
-    fused_attention,
-    paged,
-)
-from replicas.models.paged_model import AttentionBackend
+from replicas.models import attention
+from replicas.models.attention import AttentionRefused, device_attention
+from tests.gathering import GatherBackend, Kernels, gathered, spread
 from tests.oracle.worlds import check_answers, greedy_answers, sampled_answers
 from tests.tiny_pairs import DEVICE, tiny_replica
 
@@ -37,7 +30,7 @@ DIM = 12
 @pytest.fixture(autouse=True, scope="module")
 def _several_pieces() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(paged, "PIECE", 32)
+        patch.setattr(attention, "PIECE", 32)
         patch.setattr(kernels, "KEYS", 16)
         yield
 
@@ -66,15 +59,9 @@ class World:
         padded = [t + [SCRAP_BLOCK] * (width - len(t)) for t in tables]
         self.table = torch.tensor(padded, device=DEVICE)
 
-    def backend(self, name: str) -> AttentionBackend:
-        if name == "paged":
-            return PagedBackend(self.cache, self.shape)
-        way = {"chunked": chunked_attention, "gather": fused_attention}[name]
-        return GatherBackend(self.cache, self.shape, way)
-
     def plain(self, window: DeviceWindow, queries: torch.Tensor) -> torch.Tensor:
         """One query after the other, over the positions of its own row."""
-        grid = window.unpack(queries)
+        grid = spread(window, queries)
         out = torch.zeros_like(grid)
         (layer,) = self.cache.layers
         for row in range(window.rows):
@@ -84,10 +71,10 @@ class World:
                 keys, values = seen.repeat_interleave(self.heads // self.kv_heads, 2).unbind(1)
                 scores = torch.einsum("hd,khd->hk", grid[row, column], keys) * DIM**-0.5
                 out[row, column] = torch.einsum("hk,khd->hd", scores.softmax(-1), values)
-        return window.pack(out).flatten(1)
+        return gathered(window, out).flatten(1)
 
 
-@pytest.mark.parametrize("name", ["gather", "paged", "chunked"])
+@pytest.mark.parametrize("backend", [Kernels, GatherBackend])
 @settings(max_examples=15, deadline=None)
 @given(
     seed=st.integers(0, 999),
@@ -95,10 +82,10 @@ class World:
     heads=st.sampled_from([(1, 1), (2, 1), (2, 2), (3, 1)]),
     starts=st.lists(st.integers(-1, 30), min_size=1, max_size=4),
     width=st.sampled_from([1, 2, 5, 9]),
-    kind=st.sampled_from(["window", "later window", "ranges", "some cached", "prompts"]),
+    kind=st.sampled_from(["window", "later window", "ranges", "prompts"]),
 )
 def test_rows_of_any_lengths_get_what_a_plain_attention_gives(
-    name: str,
+    backend: type[Kernels],
     seed: int,
     block_size: int,
     heads: tuple[int, int],
@@ -116,30 +103,32 @@ def test_rows_of_any_lengths_get_what_a_plain_attention_gives(
     elif kind == "ranges":
         ranges = [(start, start + 1 + row % width) for row, start in enumerate(starts)]
         window = device_ranges(world_.table, ranges, world_.shape)
-    elif kind == "some cached":
-        ranges = [(start if row % 2 else 0, start + 1) for row, start in enumerate(starts)]
-        window = device_ranges(world_.table, ranges, world_.shape)
-        assert [part.causal for _, part in window.parts] in ([], [True, False])
     else:
         window = device_ranges(world_.table, [(0, start + 1) for start in starts], world_.shape)
-        assert window.causal
+        assert window.prompts
     generator = torch.Generator().manual_seed(seed)
     queries = torch.randn((window.tokens, heads[0], DIM), generator=generator).to(DEVICE)
-    attention = world_.backend(name).begin(window, heads[0])
-    got = attention(0, queries, DIM**-0.5)
+    attend = backend(world_.cache, world_.shape).begin(window, heads[0])
+    got = attend(0, queries, DIM**-0.5)
     assert torch.allclose(got, world_.plain(window, queries), atol=1e-4)
 
 
-# --------------------------------------------------------------------------- the choice
+# --------------------------------------------------------------------------- the trial at load
 
 
+@pytest.fixture
+def _kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "PagedBackend", Kernels)
+
+
+@pytest.mark.usefixtures("_kernels")
 @pytest.mark.parametrize("mistake", ["a scale", "a position more", "another row"])
-def test_an_attention_that_computes_something_else_is_refused_or_left_out(
+def test_an_attention_that_computes_something_else_is_refused(
     mistake: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begin = PagedBackend.begin
+    begin = Kernels.begin
 
-    def wrong(self: PagedBackend, window: DeviceWindow, stride: int) -> Any:
+    def wrong(self: Kernels, window: DeviceWindow, stride: int) -> Any:
         if mistake == "a position more":
             window.starts = window.starts + 1
         if mistake == "another row":
@@ -148,26 +137,40 @@ def test_an_attention_that_computes_something_else_is_refused_or_left_out(
         factor = 1.01 if mistake == "a scale" else 1.0
         return lambda layer, queries, scaling: attend(layer, queries, scaling * factor)
 
-    monkeypatch.setattr(PagedBackend, "begin", wrong)
     world = World(0, 4, (2, 1), [9])
+    assert device_attention(world.cache, world.shape).name == "paged"
+    monkeypatch.setattr(Kernels, "begin", wrong)
     with pytest.raises(AttentionRefused, match="something else"):
-        choose_attention(world.cache, world.shape, "paged")
-    assert choose_attention(world.cache, world.shape, "auto").name == "gather"
+        device_attention(world.cache, world.shape)
 
 
-def test_what_does_not_fit_is_refused_by_name_and_left_out_by_auto() -> None:
-    """A kernel has no room for so many query heads per KV head."""
+def test_a_device_that_runs_no_kernel_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(0, 4, (2, 1), [9])
+
+    def broken(self: Kernels, window: DeviceWindow, stride: int) -> Any:
+        raise RuntimeError("0 active drivers")
+
+    monkeypatch.setattr(attention.PagedBackend, "begin", broken)
+    with pytest.raises(AttentionRefused, match=r"Triton runs no attention .* 0 active drivers"):
+        device_attention(world.cache, world.shape)
+
+
+def test_a_device_without_triton_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(0, 4, (2, 1), [9])
+    monkeypatch.delattr(sys.modules["replicas.kernels"], "attention")
+    monkeypatch.setitem(sys.modules, "replicas.kernels.attention", None)
+    with pytest.raises(AttentionRefused, match="needs Triton"):
+        device_attention(world.cache, world.shape)
+
+
+def test_more_query_heads_than_the_kernels_have_room_for_are_refused() -> None:
     world = World(0, 4, (65, 1), [9])
-    with pytest.raises(NotPaged, match="65 query heads"):
-        PagedBackend(world.cache, world.shape)
-    with pytest.raises(AttentionRefused, match="65 query heads"):
-        choose_attention(world.cache, world.shape, "paged")
-    assert choose_attention(world.cache, world.shape, "auto").name == "gather"
+    with pytest.raises(AttentionRefused, match=r"65 query heads share a KV head.* 64 at most"):
+        device_attention(world.cache, world.shape)
 
 
-def test_output_is_the_same_by_paged_attention() -> None:
-    settings = {"graphs": "on", "plan_rows": 2, "plan_draft_len": 2}
-    replica = tiny_replica("qwen3", attention="paged", **settings)
-    assert replica.spec.attention == "paged"
+@pytest.mark.usefixtures("_kernels")
+def test_output_is_the_same_by_the_kernels() -> None:
+    replica = tiny_replica("qwen3", graphs="on", plan_rows=2, plan_draft_len=2)
     for answered in (greedy_answers("qwen3"), sampled_answers("qwen3")):
         check_answers(replica, answered[:2], 2, 2)

@@ -23,7 +23,7 @@ from cluster.local_engine import LocalEngine
 from cluster.verify import transformers_model
 from replicas.config import ReplicaConfig
 from replicas.models.load import PairRefused, dtype_name, resolve, resolve_device
-from replicas.models.pair import check_attention, leave_out_cudnn, load_pair, read_pair
+from replicas.models.pair import check_attention, load_pair, read_pair
 from replicas.replica import Replica
 from scheduler.config import SchedulerConfig
 from scheduler.messages import Request, SamplingParams
@@ -227,26 +227,6 @@ def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     assert resolve_device("auto") == torch.device("cpu")
     with pytest.raises(PairRefused, match="torch sees no GPU"):
         resolve_device("cuda:1")
-
-
-def test_a_gpu_takes_no_attention_that_is_built_for_every_shape(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    before = torch.backends.cuda.cudnn_sdp_enabled()
-    try:
-        torch.backends.cuda.enable_cudnn_sdp(True)
-        leave_out_cudnn(torch.device("cpu"))
-        assert torch.backends.cuda.cudnn_sdp_enabled()
-        # Before anything is read or tried out.
-        monkeypatch.setattr(
-            "replicas.models.pair.resolve_device", lambda _: torch.device("cuda", 0)
-        )
-        monkeypatch.setattr("replicas.models.pair.read_pair", lambda _: pytest.fail("came first"))
-        with pytest.raises(pytest.fail.Exception):
-            load_pair(ReplicaConfig(device="cuda"))
-        assert not torch.backends.cuda.cudnn_sdp_enabled()
-    finally:
-        torch.backends.cuda.enable_cudnn_sdp(before)
 
 
 @pytest.mark.parametrize(("target_vocab", "draft_vocab"), [(40, 6), (6, 40), (5, 5)])

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from math import gcd
-from pathlib import Path
-
 import pytest
 import torch
 from pydantic import ValidationError
@@ -15,7 +11,7 @@ from cluster.local_engine import LocalEngine, Output
 from replicas.config import ReplicaConfig
 from replicas.models.load import PairRefused
 from replicas.models.pair import load_pair
-from replicas.models.planted import map_shift, plant as plant_on, planted_config, share_following
+from replicas.models.planted import plant as plant_on, planted_config, share_following
 from replicas.models.shapes import DRAFTS, SHAPES, BadPlantedName, parse_planted
 from replicas.replica import Replica
 from scheduler.config import SchedulerConfig
@@ -45,7 +41,7 @@ def generate(
     return engine, outputs
 
 
-@pytest.mark.parametrize("wanted", [0.02, 0.4, 0.7, 0.9])
+@pytest.mark.parametrize("wanted", [0.02, 0.7])
 def test_a_served_pair_accepts_what_its_name_says(wanted: float) -> None:
     replica = Replica.load(config(f"planted:tiny?acceptance={wanted}"))
     engine, _ = generate(replica, draft_len=4, n=24, new=60)
@@ -55,58 +51,18 @@ def test_a_served_pair_accepts_what_its_name_says(wanted: float) -> None:
     assert accepted / sum(sum(row.tried_at) for row in rows) == pytest.approx(wanted, abs=0.05)
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
-def test_a_target_follows_the_map_as_often_on_prompts_that_it_was_not_calibrated_on(
-    seed: int,
-) -> None:
-    planted = plant("planted:tiny?acceptance=0.6")
-    assert planted.config.planted_follows == pytest.approx(0.6, abs=0.011)
-    assert share_following(planted, seed) == pytest.approx(0.6, abs=0.05)
-
-
-def test_a_target_that_strays_depends_on_its_whole_context() -> None:
+def test_a_target_is_what_its_name_says_and_strays_by_its_whole_context() -> None:
     """Else a broken cache would go unseen: the first token decides what follows much later."""
-    model = plant("planted:tiny?acceptance=0.3")
-    tail = list(range(40, 60))
-    outputs = {tuple(plain_greedy(model, [first, *tail], 12)) for first in range(1, 9)}
+    found = plant("planted:tiny?acceptance=0.3")
+    assert found.config.planted_follows == pytest.approx(0.3, abs=0.011)
+    assert share_following(found, 1) == pytest.approx(0.3, abs=0.05), "on other prompts, too"
+    outputs = {tuple(plain_greedy(found, [first, *range(40, 60)], 12)) for first in range(1, 9)}
     assert len(outputs) > 4
-
-
-def test_a_scale_in_the_name_is_the_calibrated_model_without_calibration() -> None:
-    found = plant("planted:tiny?acceptance=0.8")
+    # A scale in the name is the calibrated model without calibration.
     given = plant(f"planted:tiny?scale={found.config.planted_scale!r}")
     assert given.config.planted_follows is None
     for ours, theirs in zip(found.parameters(), given.parameters(), strict=True):
         assert torch.equal(ours, theirs)
-
-
-def test_the_same_name_is_the_same_model_and_another_seed_another() -> None:
-    a, b, c = (
-        next(plant(f"planted:tiny?scale=1&seed={seed}", torch.bfloat16).parameters())
-        for seed in (5, 5, 6)
-    )
-    assert a.dtype is torch.bfloat16
-    assert torch.equal(a, b)
-    assert not torch.equal(a, c)
-
-
-def test_another_depth_has_the_same_first_layers() -> None:
-    deep = plant("planted:tiny?scale=1")
-    thin = plant("planted:tiny?scale=1&layers=2")
-    weights = dict(deep.named_parameters())
-    assert thin.config.num_hidden_layers == 2
-    for name, weight in thin.named_parameters():
-        assert torch.equal(weight, weights[name])
-
-
-@pytest.mark.parametrize("model_type", ["llama", "glm4"])
-def test_any_config_directory_can_be_planted(tmp_path: Path, model_type: str) -> None:
-    sizes = {**SHAPES["tiny"], "model_type": model_type, "num_hidden_layers": 3}
-    (tmp_path / "config.json").write_text(json.dumps(sizes))
-    name = f"planted:{tmp_path}?acceptance=0.5"
-    planted = plant(name)
-    assert planted.config.model_type == model_type
-    assert share_following(planted, 9) == pytest.approx(0.5, abs=0.06)
 
 
 @pytest.mark.parametrize("target", DRAFTS)
@@ -124,7 +80,7 @@ def test_the_usual_draft_shares_the_map_and_costs_a_fraction(target: str) -> Non
 
 @pytest.mark.parametrize(
     ("shape", "billions"),
-    [("qwen3-8b", 8.19), ("qwen3-0.6b", 0.752), ("glm4-9b", 9.4), ("vicuna-7b", 6.74)],
+    [("qwen3-8b", 8.19), ("qwen3-0.6b", 0.752)],
 )
 def test_shapes_have_the_published_number_of_weights(shape: str, billions: float) -> None:
     """Qwen3-0.6B ties its embedding: the 0.596 that are published, and 0.156 for the output."""
@@ -134,24 +90,19 @@ def test_shapes_have_the_published_number_of_weights(shape: str, billions: float
     assert count / 1e9 == pytest.approx(billions, rel=0.005)
 
 
-@pytest.mark.parametrize("vocab", [2, 97, 512, 32_000, 151_552, 151_936])
-def test_the_map_runs_through_all_tokens(vocab: int) -> None:
-    assert 1 <= map_shift(vocab) < vocab
-    assert gcd(map_shift(vocab), vocab) == 1
-
-
 @pytest.mark.parametrize(
     ("name", "message"),
     [
         ("planted:", "neither a directory"),
         ("planted:qwen3-9b", "neither a directory.*qwen3-8b"),
-        ("planted:tiny?aceptance=0.5", "'aceptance' is none of acceptance, layers"),
-        ("planted:tiny?acceptance=high", "acceptance is no number: 'high'"),
-        ("planted:tiny?acceptance=nan", "acceptance lies between 0 and 1"),
-        ("planted:tiny?acceptance=1.1", "acceptance lies between 0 and 1"),
-        ("planted:tiny?layers=0", "layers is at least 1"),
-        ("planted:tiny?seed=-1", "seed is at least 0"),
-        ("planted:tiny?scale=0", "scale is positive"),
+        ("planted:tiny?aceptance=0.5", "aceptance: Extra inputs"),
+        ("planted:tiny?acceptance=high", "acceptance: .* a valid number"),
+        ("planted:tiny?acceptance=nan", "acceptance: .* less than or equal to 1"),
+        ("planted:tiny?acceptance=1.1", "acceptance: .* less than or equal to 1"),
+        ("planted:tiny?layers=0", "layers: .* greater than or equal to 1"),
+        ("planted:tiny?seed=-1", "seed: .* greater than or equal to 0"),
+        ("planted:tiny?scale=0", "scale: .* greater than 0"),
+        ("planted:tiny?scale=inf", "scale: .* finite"),
     ],
 )
 def test_bad_names_are_refused_with_the_field(name: str, message: str) -> None:

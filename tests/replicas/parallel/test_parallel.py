@@ -5,12 +5,9 @@ replica within a bound, with an error that names it."""
 from __future__ import annotations
 
 import json
-import os
-import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -179,62 +176,14 @@ def test_an_error_of_all_ranks_breaks_nothing_and_one_of_rank_0_does(
 # --------------------------------------------------------------------------- what breaks it
 
 
-ROWS, FATAL = 2, 3
-"""Rows, and the draft length, at which a rank breaks."""
-follow = parallel.follow
-
-
-def _breaking(how: str, config: ReplicaConfig, rank: int, address: Address) -> None:
-    """A rank as any other, but for its verification of FATAL draft tokens."""
-    load = parallel.load_rank
-
-    def loaded(*args: Any) -> Any:
-        if how == "lacks":
-            raise KeyError("q_proj")
-        replica, drafter = load(*args)
-        forward = replica.target.forward
-
-        def fails(tokens, layout, *wants):  # type: ignore[no-untyped-def]
-            if tokens.shape[0] == ROWS * (FATAL + 1):
-                if how == "is killed":
-                    os.kill(os.getpid(), signal.SIGKILL)
-                raise MemoryError("no room here")
-            return forward(tokens, layout, *wants)
-
-        replica.target.forward = fails  # type: ignore[method-assign]
-        return replica, drafter
-
-    vars(parallel).update(load_rank=loaded, FAILED_S=0.5)
-    follow(config, rank, address)
-
-
-@pytest.mark.parametrize(
-    ("how", "message"),
-    [
-        ("raises", "rank 1 (has ended:|answered) MemoryError: no room here"),
-        ("is killed", "rank 1 has ended: exit code -9"),
-    ],
-)
-def test_a_rank_that_breaks_within_a_step_is_not_waited_for(
-    how: str, message: str, load: Load, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Rank 0 is inside a sum then; the process group would end that after minutes, unnamed."""
-    monkeypatch.setattr(parallel, "follow", partial(_breaking, how))
-    double = load(TWO)
-    assert len(run(double, ROWS, FATAL - 1)) == 5
-    for _ in range(2):
-        with pytest.raises(ReplicaBroken, match=message):
-            run(double, ROWS, FATAL)
-    assert double.broken is not None
-
-
 class _Silent:
-    """A rank's process that runs and says nothing."""
+    """A rank's process that says nothing; it runs unless it is said how it ended."""
 
     killed = left = False
+    end: str | None = None
 
     def ended(self) -> str | None:
-        return None
+        return self.end
 
     def kill(self) -> None:
         self.killed = True
@@ -269,6 +218,16 @@ def test_a_rank_that_disagrees_breaks_the_replica_for_good(
     assert all(handle.left for handle in handles)
 
 
+def test_a_rank_that_has_ended_is_not_waited_for(
+    silent: tuple[Ranks, Store, list[_Silent]],
+) -> None:
+    told, _, handles = silent
+    handles[1].end = "exit code -9"
+    client = Client(ParallelReplica(tiny_replica("llama"), told))  # type: ignore[arg-type]
+    with pytest.raises(ReplicaBroken, match="rank 2 has ended: exit code -9"):
+        client.prefill(a=[4, 5, 6])
+
+
 # --------------------------------------------------------------------------- messages
 
 
@@ -295,14 +254,28 @@ def test_messages_arrive_whole_in_order_and_as_what_they_are() -> None:
 # --------------------------------------------------------------------------- loading
 
 
+follow = parallel.follow
+
+
+def _lacking(config: ReplicaConfig, rank: int, address: Address) -> None:
+    def load(*_: Any) -> Any:
+        raise KeyError("q_proj")
+
+    vars(parallel).update(load_rank=load)
+    follow(config, rank, address)
+
+
 def test_what_a_rank_fails_with_while_it_loads_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 waits to meet it."""
-    monkeypatch.setattr(parallel, "follow", partial(_breaking, "lacks"))
+    monkeypatch.setattr(parallel, "follow", _lacking)
     with pytest.raises(PairRefused, match=r"rank 1 (failed with|has ended:) KeyError: 'q_proj'"):
         load_parallel(TWO)
 
 
-def test_a_rank_that_cannot_be_started_ends_those_that_were() -> None:
+def test_a_rank_that_cannot_be_started_ends_those_that_were(tmp_path: Path) -> None:
+    sizes = {**SHAPES["tiny"], "num_attention_heads": 6, "num_key_value_heads": 3}
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    three = config(str(tmp_path), tensor_parallel=3, draft=None, kv_blocks=1024)
     started: list[_Silent] = []
 
     def start(_config: ReplicaConfig, rank: int, _address: Address) -> _Silent:
@@ -312,7 +285,7 @@ def test_a_rank_that_cannot_be_started_ends_those_that_were() -> None:
         return started[-1]
 
     with pytest.raises(BlockingIOError, match="no process left"):
-        load_parallel(config("vicuna-68m", tensor_parallel=3, draft=None, kv_blocks=1024), start)
+        load_parallel(three, start)
     assert [handle.left for handle in started] == [True]
 
 

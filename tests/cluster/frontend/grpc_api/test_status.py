@@ -45,7 +45,6 @@ def replica_status(name: str, groups: int, spread_sum: int) -> ReplicaStatus:
             block_size=16,
             context_len=512,
             vocab_size=320,
-            attention="paged",
             arithmetic="joined layers",
             drafter="suffix",
         ),
@@ -65,7 +64,6 @@ def test_a_status_answer_sums_spread_over_the_replicas() -> None:
     assert (answer.batches, answer.batch_spread_sum) == (4, 17)
     assert (answer.prefill_tokens, answer.reused_tokens) == (20, 4)
     assert [replica.vocab_size for replica in answer.replicas] == [320, 320]
-    assert [replica.attention for replica in answer.replicas] == ["paged", "paged"]
     assert {replica.drafter for replica in answer.replicas} == {"suffix"}
     assert {replica.arithmetic for replica in answer.replicas} == {"joined layers"}
 

@@ -1,0 +1,55 @@
+"""The paged attention of a device by plain operations of torch: for tests of what lies around it.
+
+On a CPU Triton interprets its kernels one program after the other, which takes minutes where this
+takes seconds.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from replicas.kv_cache import DeviceWindow
+from replicas.models.attention import PagedBackend
+from replicas.models.decoder import LayerAttention
+
+Kernels = PagedBackend
+"""The attention that is served, also where `GatherBackend` stands for it."""
+
+
+class GatherBackend(PagedBackend):
+    """Copies the KV of all rows, as far as the longest reads; a query sees its own part of it."""
+
+    def begin(self, layout: DeviceWindow, stride: int) -> LayerAttention:
+        heads, size = self.shape.heads, self.shape.block_size
+        table = layout.table[:, : -(-layout.reach // size)]
+        last = layout.grid.clamp(min=0)[:, None, :, None]
+        seen = torch.arange(table.shape[1] * size, device=table.device) <= last
+
+        def attention(layer: int, queries: torch.Tensor, scaling: float) -> torch.Tensor:
+            kv = self.cache.layers[layer][table].flatten(1, 2)
+            keys, values = kv.permute(2, 0, 3, 1, 4)  # [rows, kv_heads, positions, head_dim], each
+            grid = spread(layout, queries[:, :heads]).transpose(1, 2)
+            out = scaled_dot_product_attention(
+                grid, keys, values, attn_mask=seen, scale=scaling, enable_gqa=True
+            )
+            return gathered(layout, out.transpose(1, 2).flatten(2))
+
+        return attention
+
+
+def spread(window: DeviceWindow, x: torch.Tensor) -> torch.Tensor:  # [rows, width, ...]
+    """What the tokens have, [padded tokens, ...], in the window's grid; other cells are 0."""
+    x = x[: window.tokens]
+    cells = window.cells
+    if cells is None:
+        cells = torch.arange(window.tokens, device=x.device)
+    flat = x.new_zeros((window.rows * window.width, *x.shape[1:]))
+    return flat.index_copy_(0, cells, x).view(window.rows, window.width, *x.shape[1:])
+
+
+def gathered(window: DeviceWindow, grid: torch.Tensor) -> torch.Tensor:  # [padded tokens, ...]
+    """What the tokens have of the grid, [rows, width, ...]; padding is 0."""
+    flat = grid.flatten(0, 1)
+    own = flat if window.cells is None else flat.index_select(0, window.cells)
+    return torch.cat((own, own.new_zeros((window.padded - window.tokens, *own.shape[1:]))))
