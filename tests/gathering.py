@@ -18,7 +18,10 @@ Kernels = PagedBackend
 
 
 class GatherBackend(PagedBackend):
-    """Copies the KV of all rows, as far as the longest reads; a query sees its own part of it."""
+    """Copies the KV of all rows, as far as the longest reads; a query sees its own part of it.
+
+    In float64, so that what is rounded at the end has the same bits whatever the batch.
+    """
 
     def begin(self, layout: DeviceWindow, stride: int) -> LayerAttention:
         heads, size = self.shape.heads, self.shape.block_size
@@ -27,13 +30,13 @@ class GatherBackend(PagedBackend):
         seen = torch.arange(table.shape[1] * size, device=table.device) <= last
 
         def attention(layer: int, queries: torch.Tensor, scaling: float) -> torch.Tensor:
-            kv = self.cache.layers[layer][table].flatten(1, 2)
+            kv = self.cache.layers[layer][table].flatten(1, 2).double()
             keys, values = kv.permute(2, 0, 3, 1, 4)  # [rows, kv_heads, positions, head_dim], each
-            grid = spread(layout, queries[:, :heads]).transpose(1, 2)
+            grid = spread(layout, queries[:, :heads]).transpose(1, 2).double()
             out = scaled_dot_product_attention(
                 grid, keys, values, attn_mask=seen, scale=scaling, enable_gqa=True
             )
-            return gathered(layout, out.transpose(1, 2).flatten(2))
+            return gathered(layout, out.transpose(1, 2).flatten(2)).to(queries.dtype)
 
         return attention
 

@@ -210,22 +210,16 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, name, lambda device, size=size: size)
 
 
-def test_a_gpus_free_memory_is_what_other_processes_leave(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_gpu(monkeypatch)
-    assert free_bytes(GPU) == 40 * BILLION
-    plan = planned(GPU)
-    assert plan.budget == PAIR.weights + 36 * BILLION
-    assert plan.total <= plan.budget
-
-
-def test_replicas_that_share_a_gpu_leave_each_other_their_part(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(("share", "free"), [(None, 40), (0.9, 40), (0.5, 30), (0.1, 0)], ids=str)
+def test_a_gpus_free_memory_is_what_others_and_its_share_leave(
+    share: float | None, free: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake_gpu(monkeypatch)
-    assert free_bytes(GPU, 0.5) == 30 * BILLION
-    assert free_bytes(GPU, 0.9) == 40 * BILLION
-    assert free_bytes(GPU, 0.1) == 0
-    assert planned(GPU, gpu_share=0.5).budget == PAIR.weights + 27 * BILLION
+    assert free_bytes(GPU, share or 1.0) == free * BILLION
+    if free:
+        plan = planned(GPU, gpu_share=share)
+        assert plan.budget == PAIR.weights + free * BILLION * 9 // 10
+        assert plan.total <= plan.budget
 
 
 def test_a_budget_over_what_a_gpu_has_free_is_refused_at_load_but_can_be_planned(
@@ -252,11 +246,9 @@ def allocated(run: Callable[[], object], device: torch.device) -> int:
     return int(max(accumulate(size for _, size in events)))
 
 
-@pytest.mark.parametrize("context_len", [64, 512])
-def test_what_the_largest_passes_take_lies_within_the_bounds_and_grows_with_them(
-    context_len: int,
-) -> None:
-    pair, config = tiny_pair("llama"), ReplicaConfig(block_size=4)
+def test_what_the_largest_passes_take_lies_within_the_bounds_and_grows_with_them() -> None:
+    pair, context_len = tiny_pair("llama"), 512
+    config = ReplicaConfig(block_size=4)
     measured = measured_passes(pair.target, config, context_len, allocated)
     bounds = computed_passes(pair.shape.models[:1], 4, on_gpu=True)
     steps, prefills = [], []
@@ -278,16 +270,16 @@ def test_a_plan_goes_by_what_was_measured_and_shrinks_where_a_device_has_no_room
 
     def peak(run: Callable[[], object], device: torch.device) -> int:
         runs.append(allocated(run, device))
-        if runs[-1] > 5_000_000:
+        if runs[-1] > 4_000_000:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return runs[-1]
 
     config = ReplicaConfig(block_size=4, kv_blocks=500, memory=BILLION)
     measured = measured_passes(pair.target, config, pair.context_len, peak)
     plan = plan_memory(config, pair.shape, GPU, loaded=True, passes=measured)
-    assert max(runs) > 5_000_000
+    assert max(runs) > 4_000_000
     assert plan.work != plan.wanted
-    assert max(plan.buffers.step, plan.buffers.prefill) <= 5_000_000
+    assert max(plan.buffers.step, plan.buffers.prefill) <= 4_000_000
     assert (plan.buffers.step, plan.buffers.prefill) == dataclasses.astuple(measured(plan.work))
     # A recording keeps what its pass takes.
     assert plan.buffers.recorded == plan.buffers.step
