@@ -104,6 +104,15 @@ def computes_on_host(config: ReplicaConfig, device: torch.device) -> bool:
     return device.type == "cpu" and not config.fixed_shapes(device)
 
 
+def attention_over(
+    cache: PagedCache, shape: CacheShape, arithmetic: Arithmetic, on_host: bool
+) -> AttentionBackend:
+    """The attention of a CPU or of a GPU; raises AttentionRefused."""
+    if on_host:
+        return HostBackend(cache, shape, arithmetic)
+    return device_attention(cache, shape)
+
+
 def _in_tiles(
     model: PreTrainedModel,
     cache: PagedCache,
@@ -114,7 +123,7 @@ def _in_tiles(
     the layers are. Raises NotDeterministic."""
     arithmetic = Arithmetic((TILE,), proven=True)
     shape = replace(shape, tile=TILE)
-    backend = _attention(cache, shape, arithmetic, on_host)
+    backend = attention_over(cache, shape, arithmetic, on_host)
     # On a host a function of some rows may depend on where its threads divide them.
     if not on_host:
         decoder, layers = _joined(model, cache, shape, False, backend)
@@ -132,14 +141,6 @@ def _in_tiles(
     if differing is not None:
         raise NotDeterministic(f"{type(model).__name__}: logits change with {differing}")
     return paged, "separate layers (in tiles)"
-
-
-def _attention(
-    cache: PagedCache, shape: CacheShape, arithmetic: Arithmetic, on_host: bool
-) -> AttentionBackend:
-    if on_host:
-        return HostBackend(cache, shape, arithmetic)
-    return device_attention(cache, shape)
 
 
 def _what_changes(paged: PagedModel) -> str | None:
@@ -163,7 +164,7 @@ def _usual(
 ) -> tuple[PagedModel, str]:
     """With joined layers where they can be, and the arithmetic proven on a CPU in float32."""
     arithmetic = Arithmetic(COUNTS if on_host else ())
-    backend = _attention(cache, shape, arithmetic, on_host)
+    backend = attention_over(cache, shape, arithmetic, on_host)
     decoder, layers = _joined(model, cache, shape, prepack, backend)
     products = decoder.products if decoder else []
     if on_host and exact and model.dtype is torch.float32:

@@ -60,27 +60,19 @@ def test_few_and_many_rows_are_timed_with_and_without_drafting() -> None:
 
 
 def test_a_hiccup_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first batch of each kind and one more take long."""
-    monkeypatch.setattr(calibration, "CHUNKS", (16, 32))
     replica = tiny_replica("llama")
-    batches, prefills = itertools.count(), itertools.count()
+    batches = itertools.count()
 
-    def stepped(batch: Batch) -> StepTimes:
+    def hiccupping(batch: Batch) -> StepTimes:
         slow = 100.0 if next(batches) % 4 == 0 else 1e-3
         return StepTimes(0.0, batch.draft_len * slow, slow, (batch.draft_len + 2) * slow)
 
-    def filled(batch: Batch) -> StepTimes:
-        seconds = 1e-3 if next(prefills) % (PREFILLS + 1) == PREFILLS else 100.0
-        return StepTimes(seconds, total_s=seconds)
-
-    retime(monkeypatch, replica, BatchKind.SPECULATE, stepped)
+    retime(monkeypatch, replica, BatchKind.SPECULATE, hiccupping)
     timings = steps_of(replica)
     assert len(timings) == len(ROWS) * len(DRAFT_LENS)
     for one in timings:
         parts = (one.draft_s, one.verify_s, one.rest_s)
         assert parts == pytest.approx((one.draft_len * 1e-3, 1e-3, 1e-3))
-    retime(monkeypatch, replica, BatchKind.PREFILL, filled)
-    assert [one.prefill_s for one in prefills_of(replica)] == [1e-3, 1e-3]
 
 
 def test_a_replica_without_room_is_tried_as_far_as_it_goes() -> None:
@@ -131,6 +123,19 @@ def test_a_prefill_that_takes_long_is_the_largest_one_tried(
     for most_s, tried in ((0.0, [16, 32]), (1e9, [16, 32, 128])):
         monkeypatch.setattr(calibration, "CHUNK_S_MAX", most_s)
         assert [one.tokens for one in prefills_of(replica)] == tried
+
+
+def test_of_two_prefills_the_shorter_time_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    replica = tiny_replica("llama")
+    batches = itertools.count()
+
+    def hiccupping(batch: Batch) -> StepTimes:
+        seconds = 1e-3 if next(batches) % (PREFILLS + 1) == PREFILLS else 100.0
+        return StepTimes(seconds, total_s=seconds)
+
+    monkeypatch.setattr(calibration, "CHUNKS", (16, 32))
+    retime(monkeypatch, replica, BatchKind.PREFILL, hiccupping)
+    assert [one.prefill_s for one in prefills_of(replica)] == [1e-3, 1e-3]
 
 
 def test_trials_stay_within_what_memory_is_planned_for() -> None:

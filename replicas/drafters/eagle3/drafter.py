@@ -23,13 +23,12 @@ from replicas.drafters.eagle3.config import HeadRefused
 from replicas.drafters.eagle3.layer import HeadLayer
 from replicas.drafters.eagle3.weights import Head, load_head, read_head
 from replicas.drafters.protocol import Ask, Drafter, DraftSource, Proposal, Seen
-from replicas.invariant import Arithmetic, HostBackend
+from replicas.invariant import Arithmetic
 from replicas.kv_cache import SCRAP_BLOCK, CacheShape, PagedCache
 from replicas.memory import DraftMemory, MemoryPlan, ModelShape
-from replicas.models.attention import device_attention
-from replicas.models.build import computes_on_host
+from replicas.models.build import attention_over, computes_on_host
 from replicas.models.load import PairRefused, dtype_of, resolve
-from replicas.models.paged_model import ALL, AttentionBackend
+from replicas.models.paged_model import ALL
 from replicas.sampling import guess
 from replicas.stopwatch import Stopwatch
 from replicas.transfers import upload
@@ -207,11 +206,7 @@ class HeadSource(DraftSource):
         shape = CacheShape(size, plan.pair.context_len, heads, kv_heads, dim)
         on_host = computes_on_host(config, device)
         cache = PagedCache(1, kv_heads, dim, plan.kv_blocks, size, target.dtype, device, on_host)
-        backend: AttentionBackend
-        if on_host:
-            backend = HostBackend(cache, shape, Arithmetic())
-        else:
-            backend = device_attention(cache, shape)
+        backend = attention_over(cache, shape, Arithmetic(), on_host)
         embeddings = target.get_input_embeddings().weight.detach()
         layer = HeadLayer(self.head, embeddings, cache, shape, backend, plan.prepack)
         passes: HeadLayer | GraphedModel = layer
