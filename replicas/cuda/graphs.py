@@ -92,11 +92,6 @@ class GraphedModel:
             self.passes[kind] = FixedPass(model, shape, kind, taps, graph_pool, hidden_size)
         self._kinds = sorted(self.passes)
 
-    @property
-    def recorded(self) -> int:
-        """Passes that are recordings."""
-        return sum(one.recorded for one in self.passes.values())
-
     def forward(
         self,
         tokens: torch.Tensor,  # [tokens], int64
@@ -170,10 +165,6 @@ class FixedPass:
                     self._graph, self._out = record(run, device, graph_pool)
             except RuntimeError as error:
                 warnings.warn(f"a pass runs unrecorded: {kind}: {error}", stacklevel=2)
-
-    @property
-    def recorded(self) -> bool:
-        return self._graph is not None
 
     def run(self, tokens: torch.Tensor, window: DeviceWindow, *hidden: torch.Tensor) -> Output:
         rows, width = window.rows, window.width
