@@ -131,7 +131,6 @@ class FrontendConfig(_Settings):
     message_bytes_max: int = Field(
         4 << 20, ge=1024, description="Longest request on the wire, gRPC message or HTTP body."
     )
-    watches_max: int = Field(200, ge=1, description="Open health watches per frontend.")
 
 
 class ServerConfig(_Settings):

@@ -14,7 +14,7 @@ import pytest
 from grpc import StatusCode
 
 from cluster.frontend.grpc_api.api import GrpcApi
-from cluster.frontend.status_codes import CODES
+from cluster.frontend.status_codes import CODES, Refusal, refusal_of_finish
 from cluster.frontend.text import TextStream
 from cluster.pool.in_flight import InFlightRequest
 from protos import lockstep_pb2 as pb
@@ -150,6 +150,16 @@ async def test_an_end_counts_with_the_status_that_the_client_got(
         else:
             assert (context.code or StatusCode.OK).name == status
         await until(lambda: not unfinished(made.service))
+
+
+@pytest.mark.parametrize("reason", UNENDED)
+def test_an_end_is_told_by_the_clients_name_for_its_request(reason: FinishReason) -> None:
+    for request_id, of in (("mine", "request mine: "), ("", "")):
+        told = refusal_of_finish(Finish("pool-1", reason, message="no"), request_id)
+        assert told == Refusal(CODES[reason], f"{of}no")
+        unsaid = refusal_of_finish(Finish("pool-1", reason), request_id)
+        assert len(unsaid.message) > len(of)
+        assert "pool-1" not in unsaid.message
 
 
 # --------------------------------------------------------------------------- others' turns

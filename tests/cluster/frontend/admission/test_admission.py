@@ -16,7 +16,7 @@ from cluster.frontend.admission.control import (
     is_loopback,
 )
 from cluster.frontend.admission.keys import add, remove
-from cluster.frontend.grpc_api.context import caller_of
+from cluster.frontend.grpc_api.api import caller_of
 from scheduler.errors import Overloaded
 from scheduler.messages import Priority
 from tests.cluster.fakes import Clock

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -15,11 +14,16 @@ from grpc import StatusCode
 from grpc_health.v1 import health_pb2
 
 from cluster.config_sources import from_args
+from cluster.frontend.grpc_api.api import SERVICE
 from cluster.frontend.grpc_api.handlers import Unparsed
-from cluster.frontend.grpc_api.health import SERVICE
+from cluster.frontend.grpc_api.status import to_status
 from cluster.frontend.status_codes import CODES, MEANINGS
+from cluster.pool.protocol import PoolView
 from protos import lockstep_pb2 as pb
-from scheduler.messages import FinishReason, RejectCode
+from scheduler.draft_length import CostEstimates
+from scheduler.messages import FinishReason, RejectCode, ReplicaSpec
+from scheduler.state import BatchFigures
+from scheduler.status import PoolStatus, ReplicaStatus
 from tests.cluster.fakes import CONTEXT, VOCAB, ClockAhead, perfect
 from tests.cluster.frontend.rig import (
     CONFIG,
@@ -246,36 +250,15 @@ async def test_bytes_that_are_no_message_are_refused_as_such() -> None:
     async with frontend() as made:
         calls = [
             lambda context: made.Generate(Unparsed(7), context),
-            lambda context: _first(made.GenerateStream(Unparsed(7), context)),
+            lambda context: anext(made.GenerateStream(Unparsed(7), context)),
             lambda context: made.Status(Unparsed(7), context),
             lambda context: made.Check(Unparsed(7), context),
-            lambda context: _first(made.Watch(Unparsed(7), context)),
         ]
         for call in calls:
             context = Context()
             await call(context)
             assert context.code is StatusCode.INVALID_ARGUMENT
             assert context.details.startswith("request: ")
-
-
-async def _first(answers: AsyncIterator[object]) -> object:
-    return await anext(answers)
-
-
-async def test_watches_of_anybody_keep_nobody_out() -> None:
-    config = from_args({"frontend": {"watches_max": 2}})
-    async with frontend(config=config) as made:
-        watches = [made.Watch(health_pb2.HealthCheckRequest(), Context()) for _ in range(2)]
-        for watch in watches:
-            await anext(watch)
-        context = Context()
-        await _first(made.Watch(health_pb2.HealthCheckRequest(), context))
-        assert context.code is StatusCode.RESOURCE_EXHAUSTED
-        assert int(context.trailing["retry-after"]) >= 1
-        await watches[0].aclose()
-        answer = await _first(made.Watch(health_pb2.HealthCheckRequest(), Context()))
-        assert answer.status == health_pb2.HealthCheckResponse.SERVING
-        await made.Generate(pb.GenerateRequest(prompt="x", max_new_tokens=2), Context())
 
 
 async def test_health_knows_the_service_and_whether_a_replica_is_ready() -> None:
@@ -287,8 +270,10 @@ async def test_health_knows_the_service_and_whether_a_replica_is_ready() -> None
         context = Context()
         await made.Check(health_pb2.HealthCheckRequest(service="other"), context)
         assert context.code is StatusCode.NOT_FOUND
-        answer = await _first(made.Watch(health_pb2.HealthCheckRequest(), Context()))
-        assert answer.status == states.SERVING
+        for call in (made.List, lambda *args: anext(made.Watch(*args))):
+            context = Context()
+            await call(health_pb2.HealthCheckRequest(), context)
+            assert context.code is StatusCode.UNIMPLEMENTED
     async with frontend(replicas=0) as made:
         answer = await made.Check(health_pb2.HealthCheckRequest(), Context())
         assert answer.status == states.NOT_SERVING
@@ -303,8 +288,29 @@ async def test_status_counts_what_was_done() -> None:
         assert status.acceptance == pytest.approx(status.accepted_tokens / status.draft_tokens)
         assert status.replicas[0].kv_blocks_free == status.replicas[0].kv_blocks
         assert (status.waiting_tokens, status.outstanding_tokens) == (0, 0)
-        assert (status.preempted, status.moved, status.recovered) == (0, 0, 0)
+        assert status.recovered == 0
         assert status.tokens_per_s > 0
+
+
+def test_a_status_answer_has_what_replicas_say_and_the_sums_of_their_figures() -> None:
+    spec = ReplicaSpec(
+        kv_blocks=100, block_size=16, context_len=512, vocab_size=320, attention="paged"
+    )
+    expected = CostEstimates(5, 2, 0.03, 0.004, 0.8, 0.6)
+    replicas = tuple(
+        ReplicaStatus(id=name, spec=spec, figures=figures, estimates=expected)
+        for name, figures in (
+            ("a", BatchFigures(step_batches=3, spread_sum=12, kv_positions_read=1000)),
+            ("b", BatchFigures(step_batches=1, spread_sum=5, kv_positions_read=70)),
+        )
+    )
+    answer = to_status(PoolView("one", 2.0, PoolStatus(0, 0, replicas, finished={})))
+    assert (answer.batches, answer.batch_spread_sum, answer.kv_positions_read) == (4, 17, 1070)
+    for replica in answer.replicas:
+        assert (replica.vocab_size, replica.attention) == (320, "paged")
+        for field, value in replica.cost_estimates.ListFields():
+            assert value == getattr(expected, field.name)
+        assert len(replica.cost_estimates.ListFields()) == 4
 
 
 def test_the_table_of_statuses_is_complete() -> None:
