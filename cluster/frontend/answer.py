@@ -31,8 +31,8 @@ log = logging.getLogger("lockstep.frontend")
 
 _USAGE_WAIT_S = 1.0
 """How long the end of a sequence with a stop string waits for the pool's figures."""
-_SLICE_TOKENS = 256
-"""So many tokens are made text before other calls have a turn; a few milliseconds at most."""
+_TEXT_INLINE_TOKENS = 256
+"""More of them are made text on a thread, off the event loop."""
 
 
 @dataclass(slots=True)
@@ -265,7 +265,7 @@ class Answer:
         """`text` and `tokens` with what came since; a stop string cancels the request."""
         live = sequence.live
         while sequence.stop is None and (new := live.tokens[sequence.taken :]):
-            piece = await push_in_slices(sequence.text, new)
+            piece = await pushed(sequence.text, new)
             sequence.taken += piece.tokens
             text, tokens = text + piece.text, tokens + new[: piece.tokens]
             if piece.stop is not None:
@@ -319,15 +319,8 @@ class Answer:
         return live.finish
 
 
-async def push_in_slices(text: TextStream, tokens: Sequence[int]) -> Piece:
-    """Push tokens in slices, between which the event loop runs other tasks."""
-    piece = text.push(tokens[:_SLICE_TOKENS])
-    if len(tokens) <= _SLICE_TOKENS or piece.stop is not None:
-        return piece
-    texts, used = [piece.text], piece.tokens
-    while used < len(tokens) and piece.stop is None:
-        await asyncio.sleep(0)
-        piece = text.push(tokens[used : used + _SLICE_TOKENS])
-        texts.append(piece.text)
-        used += piece.tokens
-    return Piece("".join(texts), used, piece.stop)
+async def pushed(text: TextStream, tokens: Sequence[int]) -> Piece:
+    """Push tokens without holding up other calls."""
+    if len(tokens) <= _TEXT_INLINE_TOKENS:
+        return text.push(tokens)
+    return await asyncio.to_thread(text.push, tokens)

@@ -124,7 +124,7 @@ async def test_a_bad_request_is_refused_with_the_name_of_its_field() -> None:
             "priority: must be one of PRIORITY_UNSPECIFIED, PRIORITY_HIGH, PRIORITY_NORMAL,"
             " PRIORITY_LOW, is 9",
         ),
-        ({"temperature": math.nan}, "temperature: must be a finite number, is nan"),
+        ({"temperature": math.nan}, "temperature: must be in [0, 1e+06], is nan"),
     ],
     ids=["priority", "temperature"],
 )
@@ -147,7 +147,8 @@ async def test_the_frontend_itself_refuses_before_it_decodes(
     large = {"max_new_tokens": 2_000_000, "committed_token_ids": [5] * 900_000}
     async with frontend(replicas=0) as made:
         for request, field in (
-            (pb.GenerateRequest(prompt="x", **large), "max_new_tokens"),
+            (pb.GenerateRequest(prompt="x", **large), "committed_token_ids"),
+            (pb.GenerateRequest(prompt="x", max_new_tokens=2_000_000), "max_new_tokens"),
             (pb.GenerateRequest(prompt="x", committed_token_ids=[VOCAB]), "committed_token_ids"),
             (pb.GenerateRequest(prompt="x", stop_token_ids=[VOCAB]), "stop_token_ids"),
             (pb.GenerateRequest(prompt_token_ids=pb.TokenIds(ids=[VOCAB])), "prompt_token_ids"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -107,9 +107,15 @@ async def http_frontend(**options: Any) -> AsyncIterator[FastAPI]:
 async def test_http_serves_and_refuses_as_grpc_does(tmp_path: Path) -> None:
     keys = tmp_path / "keys.yaml"
     key = add(keys, "alice", tokens_per_minute=100)
+    counted: list[str] = []
+
+    def sink(name: str, _value: float, tags: Mapping[str, str]) -> None:
+        if name == "lockstep_calls_refused":
+            counted.append(tags["status"])
+
     # Enough that the rate is not whole again for half a minute.
     body = asking(max_tokens=60)
-    async with http_frontend(config=from_args({"keys_file": str(keys)})) as app:
+    async with http_frontend(config=from_args({"keys_file": str(keys)}), sink=sink) as app:
         headers = {"authorization": f"Bearer {key}"}
         good = await http(app, body, headers=headers, client="192.0.2.7", parts=5)
         assert good.status == 200
@@ -125,6 +131,8 @@ async def test_http_serves_and_refuses_as_grpc_does(tmp_path: Path) -> None:
         assert int(over.headers["retry-after"]) >= 1
         for path in ("/healthz", "/readyz", "/health"):
             assert (await http(app, path=path, client="192.0.2.7")).status == 200
+    refused_for = ["UNAUTHENTICATED", "UNAUTHENTICATED", "PERMISSION_DENIED", "RESOURCE_EXHAUSTED"]
+    assert counted == refused_for
 
 
 BAD_BODIES = [
