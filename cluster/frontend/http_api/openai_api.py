@@ -5,8 +5,8 @@ Only translates, like the gRPC edge. What it does not support it refuses by name
 
 from __future__ import annotations
 
-import asyncio
 import json
+import logging
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -21,7 +21,7 @@ from cluster.frontend.answer import Answer
 from cluster.frontend.calls import GenerateCall, SequenceEnd
 from cluster.frontend.http_api.body import BodyReader
 from cluster.frontend.http_api.errors import (
-    EVENTS,
+    UNEXPECTED,
     check_model,
     checked_caller,
     refusal_body,
@@ -37,6 +37,8 @@ from cluster.frontend.http_api.openai_models import (
 )
 from cluster.frontend.service import FrontendService
 from cluster.frontend.status_codes import Refused
+
+log = logging.getLogger("lockstep.frontend")
 
 
 def openai_router(service: FrontendService, bodies: BodyReader) -> APIRouter:
@@ -87,7 +89,7 @@ def openai_router(service: FrontendService, bodies: BodyReader) -> APIRouter:
 
 
 class _CallResponse(Response):
-    """Opens the call, sends its answer and closes it, all while the client is there.
+    """Opens the call, sends its answer and closes it. Serve cancels it when its client leaves.
 
     A refusal that comes before the first event of a stream has its own status; a later one is an
     event, and the last.
@@ -110,18 +112,6 @@ class _CallResponse(Response):
         self._last = last
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        serving = asyncio.create_task(self._serve(scope, receive, send))
-        leaving = asyncio.create_task(_disconnected(receive))
-        try:
-            await asyncio.wait({serving, leaving}, return_when=asyncio.FIRST_COMPLETED)
-            if serving.done():
-                serving.result()
-        finally:
-            serving.cancel()
-            leaving.cancel()
-            await asyncio.gather(serving, leaving, return_exceptions=True)
-
-    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         written: list[Written] = []
         ends: dict[int, SequenceEnd] = {}
         seed = 0
@@ -150,13 +140,6 @@ class _CallResponse(Response):
                         await _start(send)
                     for said in self._shape.events(delta, one):
                         await event(said)
-        except Refused as refused:
-            refusal = self._shape.asked.renamed(refused.refusal)
-            if not streaming:
-                await refusal_response(refusal)(scope, receive, send)
-                return
-            await event(refusal_body(refusal))
-        else:
             if not streaming:
                 await JSONResponse(self._shape.whole(written, ends))(scope, receive, send)
                 return
@@ -164,6 +147,17 @@ class _CallResponse(Response):
             if self._shape.with_usage and not told:
                 await event(self._shape.usage_event(ends), told_usage=True)
             await _event(send, "[DONE]")
+        except Refused as refused:
+            refusal = self._shape.asked.renamed(refused.refusal)
+            if not streaming:
+                await refusal_response(refusal)(scope, receive, send)
+                return
+            await event(refusal_body(refusal))
+        except Exception:
+            if not streaming:
+                raise
+            log.exception("%s failed", scope["path"])
+            await event(refusal_body(UNEXPECTED))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     def _nothing_yet(self, answer: Answer) -> list[Written]:
@@ -183,15 +177,10 @@ class _CallResponse(Response):
 
 
 async def _start(send: Send) -> None:
-    headers = [(b"content-type", EVENTS.encode()), (b"cache-control", b"no-cache")]
+    headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
 
 
 async def _event(send: Send, data: str, id_line: str = "") -> None:
     body = f"{id_line}data: {data}\n\n".encode()
     await send({"type": "http.response.body", "body": body, "more_body": True})
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

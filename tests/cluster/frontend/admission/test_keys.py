@@ -81,7 +81,7 @@ def test_a_change_that_fails_leaves_the_old_version_and_nothing_else(path: Path)
     add(path, "alice")
     before = path.read_bytes()
     for wrong in ("alice", "../x", "", "x" * 65, "a b"):
-        with pytest.raises(KeysError, match="name: (must be 1 to 64 of|there is a key)"):
+        with pytest.raises(KeysError, match=r"name: (must be 1 to 64 of|there is a key)"):
             add(path, wrong)
     with pytest.raises(KeysError, match="nobody"):
         remove(path, "nobody")

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from fastapi import FastAPI
+from starlette.types import ASGIApp
 
 from cluster.config_sources import from_args
 from cluster.frontend.admission.keys import add, hash_of
@@ -52,18 +53,17 @@ class Answer:
 
 
 async def http(
-    app: FastAPI,
+    app: ASGIApp,
     body: bytes = b"",
     path: str = "/v1/completions",
     headers: dict[str, str] | None = None,
     client: str | None = "127.0.0.1",
     parts: int = 1,
-    gone: asyncio.Event | None = None,
     ends: bool = True,
     method: str = "",
 ) -> Answer:
-    """One request, its body in so many parts; the client leaves when `gone` is set, and does not
-    say that its body ends unless it `ends`."""
+    """One request, its body in so many parts; the client does not say that its body ends unless it
+    `ends`."""
     size = -(-len(body) // parts) or 1
     chunks = [body[at : at + size] for at in range(0, max(len(body), 1), size)]
     incoming = [
@@ -74,8 +74,7 @@ async def http(
 
     async def receive() -> dict[str, Any]:
         if not incoming:
-            await (gone or asyncio.Event()).wait()
-            return {"type": "http.disconnect"}
+            await asyncio.Event().wait()
         return incoming.pop(0)
 
     async def send(message: Any) -> None:

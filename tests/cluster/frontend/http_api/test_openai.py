@@ -1,6 +1,6 @@
 """Proves: OpenAI's API gives the answers of the gRPC API, whole and streamed, in OpenAI's shapes; a
-parameter that is not supported or wrong is refused by its name; a client that
-leaves cancels its call.
+parameter that is not supported or wrong is refused by its name; a call that is cancelled, as
+Serve does where a client leaves, leaves nothing.
 """
 
 from __future__ import annotations
@@ -8,16 +8,18 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import pytest
 from fastapi import FastAPI
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cluster.config import ClusterConfig
 from cluster.config_sources import from_args
 from cluster.frontend.grpc_api.api import GrpcApi
 from cluster.frontend.http_api.app import http_app
+from cluster.frontend.http_api.openai_answers import OpenAIAnswer
 from cluster.frontend.http_api.openai_models import UNSUPPORTED
 from protos import lockstep_pb2 as pb
 from tests.cluster.frontend.http_api.test_http import Answer, http
@@ -38,7 +40,7 @@ async def served(
 
 
 async def post(
-    app: FastAPI, path: str, headers: dict[str, str] | None = None, **fields: Any
+    app: ASGIApp, path: str, headers: dict[str, str] | None = None, **fields: Any
 ) -> Answer:
     body = json.dumps({"model": MODEL} | fields).encode()
     return await http(app, body, path=f"/v1/{path}", headers=headers)
@@ -280,14 +282,34 @@ async def test_an_error_behind_the_first_event_is_the_last_event() -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_client_that_leaves_cancels_its_call(stream: bool) -> None:
+async def test_an_unexpected_error_is_logged_and_told_without_its_text(
+    stream: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with served() as (made, app):
+        of = "events" if stream else "whole"
+        monkeypatch.setattr(OpenAIAnswer, of, lambda *_args: 1 // 0)
+
+        async def served_on(scope: Scope, receive: Receive, send: Send) -> None:
+            with suppress(ZeroDivisionError):
+                await app(scope, receive, send)
+
+        answer = await post(served_on, "completions", prompt=PROMPT, max_tokens=4, stream=stream)
+        said = answer.body.partition(b"data: ")[2] if stream else answer.body
+        assert answer.status == (200 if stream else 500)
+        assert json.loads(said)["error"]["code"] == "INTERNAL"
+        assert b"division" not in said
+        await until(lambda: not unfinished(made.service))
+    assert "ZeroDivisionError" in caplog.text
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_call_that_is_cancelled_leaves_no_sequence(stream: bool) -> None:
     async with served(step_s=0.02) as (made, app):
-        gone = asyncio.Event()
         body = json.dumps(
             {"model": MODEL, "prompt": PROMPT, "max_tokens": 400, "n": 2, "stream": stream}
         ).encode()
-        asking = asyncio.ensure_future(http(app, body, path="/v1/completions", gone=gone))
+        asking = asyncio.ensure_future(http(app, body, path="/v1/completions"))
         await until(lambda: unfinished(made.service) == 2)
-        gone.set()
+        asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
         await until(lambda: not unfinished(made.service))
