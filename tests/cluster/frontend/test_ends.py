@@ -22,13 +22,16 @@ from cluster.frontend.status_codes import CODES, Refusal, refusal_of_finish
 from cluster.frontend.text import TextStream
 from cluster.pool.in_flight import InFlightRequest
 from protos import lockstep_pb2 as pb
-from scheduler.messages import Emit, Finish, FinishReason, Reject, RejectCode
+from scheduler.messages import Finish, FinishReason, Reject, RejectCode
 from tests.cluster.fakes import tokenizer
 from tests.cluster.frontend.rig import (
     CONFIG,
     PROMPT,
     PROMPT_IDS,
     Context,
+    asked,
+    brings,
+    ends,
     frontend,
     pool_of,
     session_of,
@@ -36,25 +39,12 @@ from tests.cluster.frontend.rig import (
     text_of,
     unfinished,
 )
+from tests.cluster.scripted import joined
 from tests.cluster.wire import until
 
 ANSWER = "a \U0001f98a says END or ENDE"
 TOKENS = tokenizer().encode(ANSWER).ids
 UNENDED = [FinishReason.DEADLINE, FinishReason.FAILED, FinishReason.CANCELLED]
-
-
-async def asked(made: GrpcApi) -> InFlightRequest:
-    """The one request that the frontend has sent to the pool."""
-    await until(lambda: [live.sent for live in session_of(made).unfinished] == [True])
-    return next(iter(session_of(made).unfinished))
-
-
-def brings(made: GrpcApi, live: InFlightRequest, tokens: list[int]) -> None:
-    pool_of(made).say(Emit(live.pool_id, len(live.tokens), tuple(tokens)))
-
-
-def ends(made: GrpcApi, live: InFlightRequest, reason: FinishReason) -> None:
-    pool_of(made).say(Finish(live.pool_id, reason))
 
 
 async def streamed(
@@ -68,8 +58,7 @@ async def streamed(
     ends(made, live, reason)
     chunks = await call
     assert chunks[-1].HasField("end")
-    got = [token for chunk in chunks for token in chunk.token_ids]
-    return "".join(chunk.text for chunk in chunks), got, context
+    return *joined(chunks), context
 
 
 @pytest.mark.parametrize("reason", UNENDED)

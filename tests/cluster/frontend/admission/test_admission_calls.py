@@ -24,7 +24,7 @@ from protos import lockstep_pb2 as pb
 from scheduler.messages import Batch, Priority, Request, StepResult
 from tests.cluster.fakes import FakeReplica, perfect, tokenizer
 from tests.cluster.frontend import rig
-from tests.cluster.frontend.http_api.test_http import http
+from tests.cluster.frontend.http_rig import http
 from tests.cluster.frontend.rig import PROMPT, PROMPT_IDS, Context, both, frontend, stream
 
 

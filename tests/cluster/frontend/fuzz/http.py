@@ -14,11 +14,8 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import asynccontextmanager
-from copy import copy
-from dataclasses import replace
-from functools import cache, partial
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Any, TypeVar
 
 from fastapi import FastAPI
@@ -26,16 +23,11 @@ from grpc import StatusCode
 from hypothesis import strategies as st
 
 from cluster.frontend.grpc_api.api import GrpcApi
-from cluster.frontend.http_api.app import http_app
 from cluster.frontend.http_api.openai_models import ChatRequest, CompletionRequest
-from cluster.frontend.target_text import TargetText
 from protos import lockstep_pb2 as pb
-from replicas.replica import Replica
 from tests.cluster.frontend.fuzz import messages as fuzz_messages, requests as draw
-from tests.cluster.frontend.http_api.test_http import http
-from tests.cluster.frontend.http_api.test_openai_decoding import PAIR, text
-from tests.cluster.frontend.rig import CONFIG, Context, frontend, stream, unfinished
-from tests.cluster.frontend.tools.test_tools import HERMES_TEMPLATE
+from tests.cluster.frontend.http_rig import HERMES_TEMPLATE, http, served_tiny
+from tests.cluster.frontend.rig import CONFIG, Context, stream, unfinished
 
 ANSWER_S = 60.0
 """An answer that takes longer hangs."""
@@ -48,21 +40,10 @@ FAULTS = (StatusCode.UNKNOWN, StatusCode.INTERNAL, StatusCode.UNAVAILABLE)
 T = TypeVar("T")
 
 
-@cache
-def talking() -> TargetText:
-    """The tiny target with a chat template that knows tools."""
-    encoder = copy(text().encoder)
-    encoder.chat_template = HERMES_TEMPLATE
-    return replace(text(), encoder=encoder)
-
-
-@asynccontextmanager
-async def served() -> AsyncIterator[tuple[GrpcApi, FastAPI]]:
+def served() -> AbstractAsyncContextManager[tuple[GrpcApi, FastAPI]]:
     few = CONFIG.frontend.model_copy(update={"max_new_tokens": 16})
-    config = CONFIG.model_copy(update={"replica": PAIR, "frontend": few})
-    load = partial(Replica.load, PAIR)
-    async with frontend(config=config, load=load, text=talking(), bound_s=ROUND_S) as made:
-        yield made, http_app(made.service)
+    config = CONFIG.model_copy(update={"frontend": few})
+    return served_tiny(HERMES_TEMPLATE, config, bound_s=ROUND_S)
 
 
 async def nothing_left(made: GrpcApi) -> None:

@@ -5,26 +5,21 @@ Requests are given to the ASGI application in the frontend's own event loop.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import threading
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
-from fastapi import FastAPI
-from starlette.types import ASGIApp
 
 from cluster.config_sources import from_args
 from cluster.frontend.admission.keys import add, hash_of
-from cluster.frontend.http_api.app import http_app
 from cluster.frontend.json_text import parsed_json
 from tests.cluster.fakes import perfect
-from tests.cluster.frontend.rig import PROMPT, PROMPT_IDS, frontend
+from tests.cluster.frontend.http_rig import http, http_frontend
+from tests.cluster.frontend.rig import PROMPT, PROMPT_IDS
 
-JSON = {"content-type": "application/json"}
 BODY = json.dumps({"model": "tiny", "prompt": "x", "max_tokens": 1}).encode()
 
 
@@ -32,75 +27,6 @@ def asking(**fields: Any) -> bytes:
     """A greedy request for the token ids."""
     plain = {"model": "tiny", "prompt": PROMPT, "temperature": 0, "return_token_ids": True}
     return json.dumps(plain | fields).encode()
-
-
-class Answer:
-    """What an ASGI application sent."""
-
-    def __init__(self, sent: list[dict[str, Any]]) -> None:
-        self.status: int = sent[0]["status"]
-        self.headers = {name.decode(): value.decode() for name, value in sent[0]["headers"]}
-        self.body = b"".join(message.get("body", b"") for message in sent[1:])
-
-    @property
-    def json(self) -> Any:
-        return json.loads(self.body)
-
-    @property
-    def error(self) -> dict[str, Any]:
-        found: dict[str, Any] = self.json["error"]
-        return found
-
-
-async def http(
-    app: ASGIApp,
-    body: bytes = b"",
-    path: str = "/v1/completions",
-    headers: dict[str, str] | None = None,
-    client: str | None = "127.0.0.1",
-    parts: int = 1,
-    ends: bool = True,
-    method: str = "",
-) -> Answer:
-    """One request, its body in so many parts; the client does not say that its body ends unless it
-    `ends`."""
-    size = -(-len(body) // parts) or 1
-    chunks = [body[at : at + size] for at in range(0, max(len(body), 1), size)]
-    incoming = [
-        {"type": "http.request", "body": chunk, "more_body": not ends or n + 1 < len(chunks)}
-        for n, chunk in enumerate(chunks)
-    ]
-    sent: list[dict[str, Any]] = []
-
-    async def receive() -> dict[str, Any]:
-        if not incoming:
-            await asyncio.Event().wait()
-        return incoming.pop(0)
-
-    async def send(message: Any) -> None:
-        sent.append(dict(message))
-
-    scope = {
-        "type": "http",
-        "http_version": "1.1",
-        "method": method or ("POST" if body or path == "/v1/completions" else "GET"),
-        "path": path,
-        "raw_path": path.encode(),
-        "query_string": b"",
-        "root_path": "",
-        "scheme": "http",
-        "server": ("127.0.0.1", 8000),
-        "client": None if client is None else (client, 5000),
-        "headers": [(k.encode(), v.encode()) for k, v in (JSON | (headers or {})).items()],
-    }
-    await app(scope, receive, send)
-    return Answer(sent)
-
-
-@asynccontextmanager
-async def http_frontend(**options: Any) -> AsyncIterator[FastAPI]:
-    async with frontend(**options) as made:
-        yield http_app(made.service)
 
 
 async def test_http_serves_and_refuses_as_grpc_does(tmp_path: Path) -> None:

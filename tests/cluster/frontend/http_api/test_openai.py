@@ -1,57 +1,40 @@
 """Proves: OpenAI's API gives the answers of the gRPC API, whole and streamed, in OpenAI's shapes; a
 parameter that is not supported or wrong is refused by its name; a call that is cancelled, as
 Serve does where a client leaves, leaves nothing.
+
+Null in place of a field asks for nothing, wherever the field stands; in a JSON schema and in what a
+template is told null is a value.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import suppress
 from typing import Any
 
 import pytest
-from fastapi import FastAPI
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
-from cluster.config import ClusterConfig
 from cluster.config_sources import from_args
-from cluster.frontend.grpc_api.api import GrpcApi
-from cluster.frontend.http_api.app import http_app
 from cluster.frontend.http_api.openai_answers import OpenAIAnswer
 from cluster.frontend.http_api.openai_models import UNSUPPORTED
 from protos import lockstep_pb2 as pb
-from tests.cluster.frontend.http_api.test_http import Answer, http
-from tests.cluster.frontend.rig import CONFIG, PROMPT, Context, frontend, unfinished
-from tests.cluster.frontend.test_chat import TEXT, TURNS, messages
+from tests.cluster.frontend.http_rig import (
+    ASKED,
+    HERMES_TEMPLATE,
+    MODEL,
+    TURNS,
+    TURNS_JSON,
+    events,
+    http,
+    messages,
+    post,
+    served,
+    served_tiny,
+)
+from tests.cluster.frontend.rig import PROMPT, Context, unfinished
 from tests.cluster.wire import until
-
-MODEL = "tiny"
-TURNS_JSON = [{"role": role, "content": content} for role, content in TURNS]
-
-
-@asynccontextmanager
-async def served(
-    config: ClusterConfig = CONFIG, **options: Any
-) -> AsyncIterator[tuple[GrpcApi, FastAPI]]:
-    async with frontend(config=config, text=TEXT, **options) as made:
-        yield made, http_app(made.service)
-
-
-async def post(
-    app: ASGIApp, path: str, headers: dict[str, str] | None = None, **fields: Any
-) -> Answer:
-    body = json.dumps({"model": MODEL} | fields).encode()
-    return await http(app, body, path=f"/v1/{path}", headers=headers)
-
-
-def events(answer: Answer) -> list[dict[str, Any]]:
-    """Of a stream that came to its proper end."""
-    assert (answer.status, answer.headers["content-type"]) == (200, "text/event-stream")
-    lines = answer.body.decode().split("\n\n")
-    assert lines[-2:] == ["data: [DONE]", ""]
-    return [json.loads(line.partition("data: ")[2]) for line in lines[:-2]]
 
 
 @pytest.mark.parametrize("chat", [True, False])
@@ -313,3 +296,56 @@ async def test_a_call_that_is_cancelled_leaves_no_sequence(stream: bool) -> None
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
         await until(lambda: not unfinished(made.service))
+
+
+# --------------------------------------------------------------------------- nulls
+
+
+A_CALL = {"id": "c", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+TURN = {"role": "assistant", "content": "", "tool_calls": [A_CALL]}
+NULL = {"type": "function", "function": {"name": "look", "parameters": {"const": None}}}
+PLAIN: dict[str, Any] = {
+    "messages": [*ASKED, TURN],
+    "tools": [NULL],
+    "max_tokens": 20,
+    "temperature": 0,
+    "stream": True,
+    "stream_options": {"include_usage": True},
+}
+UNSET: dict[str, Any] = PLAIN | {
+    "messages": [*ASKED, TURN | {"refusal": None, "tool_calls": [A_CALL | {"index": None}]}],
+    "tools": [NULL | {"function": NULL["function"] | {"strict": None, "description": None}}],
+    "response_format": {"type": "text", "json_schema": None},
+    "stream_options": {"include_usage": True, "include_obfuscation": None},
+}
+
+
+async def test_null_is_a_field_that_is_not_there() -> None:
+    async with served_tiny(HERMES_TEMPLATE) as (_made, app):
+        told = []
+        for fields in (PLAIN, UNSET):
+            *chunks, last = events(await post(app, "chat/completions", **fields))
+            said = [chunk["choices"][0]["delta"].get("content", "") for chunk in chunks]
+            asked = {name: fields[name] for name in ("messages", "tools")}
+            tokens = (await post(app, "/tokenize", **asked)).json["tokens"]
+            assert last["usage"]["prompt_tokens"] == len(tokens)
+            told.append(("".join(said), tokens))
+        assert told[0] == told[1]
+
+
+async def test_null_is_a_value_where_names_are_the_clients_own() -> None:
+    async with served_tiny() as (_made, app):
+        schema = {"name": "x", "strict": None, "schema": {"const": None}}
+        for shape in (
+            {"response_format": {"type": "json_schema", "json_schema": schema}},
+            {"structured_outputs": {"json": {"const": None}, "regex": None}},
+        ):
+            answer = await post(app, "completions", prompt="x = ", max_tokens=20, **shape)
+            assert answer.json["choices"][0]["text"] == "null"
+    template = "{% if style is defined and style is none %}x{% endif %}{{ messages[0].content }}"
+    async with served_tiny(template) as (_made, app):
+        said = [
+            await post(app, "/tokenize", messages=ASKED, chat_template_kwargs=options)
+            for options in ({}, {"style": None})
+        ]
+        assert said[0].json["count"] < said[1].json["count"]
