@@ -6,8 +6,6 @@ The frontend talks to a pool and a fake replica in the same event loop; contexts
 from __future__ import annotations
 
 import asyncio
-import math
-from typing import Any
 
 import pytest
 from grpc import StatusCode
@@ -24,9 +22,8 @@ from scheduler.draft_length import CostEstimates
 from scheduler.messages import FinishReason, RejectCode, ReplicaSpec
 from scheduler.state import BatchFigures
 from scheduler.status import PoolStatus, ReplicaStatus
-from tests.cluster.fakes import CONTEXT, VOCAB, ClockAhead, perfect
+from tests.cluster.fakes import ClockAhead, perfect
 from tests.cluster.frontend.rig import (
-    CONFIG,
     PROMPT,
     PROMPT_IDS,
     Context,
@@ -61,102 +58,6 @@ async def test_unary_and_stream_give_the_same_answer() -> None:
             assert len(end.replicas) == 1
             assert 0 < end.first_token_s <= end.total_s
             assert not end.HasField("seed")
-
-
-INVALID = [
-    (pb.GenerateRequest(), "prompt"),
-    (pb.GenerateRequest(prompt=""), "prompt"),
-    (pb.GenerateRequest(prompt="x" * (CONFIG.frontend.prompt_bytes_max + 1)), "prompt"),
-    (pb.GenerateRequest(prompt_token_ids=pb.TokenIds()), "prompt_token_ids"),
-    (pb.GenerateRequest(prompt_token_ids=pb.TokenIds(ids=[1, 99999])), "prompt_token_ids"),
-    (pb.GenerateRequest(prompt="x", max_new_tokens=CONTEXT), "max_new_tokens"),
-    (pb.GenerateRequest(prompt="x", max_new_tokens=0), "max_new_tokens"),
-    (pb.GenerateRequest(prompt="x", temperature=math.nan), "temperature"),
-    (pb.GenerateRequest(prompt="x", top_p=math.nan), "top_p"),
-    (pb.GenerateRequest(prompt="x", min_p=-0.1), "min_p"),
-    (pb.GenerateRequest(prompt="x", top_k=-1), "top_k"),
-    (pb.GenerateRequest(prompt="x", draft_len=1000), "draft_len"),
-    (pb.GenerateRequest(prompt="x", timeout_s=1e9), "timeout_s"),
-    (pb.GenerateRequest(prompt="x", timeout_s=math.nan), "timeout_s"),
-    (pb.GenerateRequest(prompt="x", stop=["a"] * 17), "stop"),
-    (pb.GenerateRequest(prompt="x", stop=["a" * 257]), "stop"),
-    (pb.GenerateRequest(prompt="x", stop=[""]), "stop"),
-    (pb.GenerateRequest(prompt="x", stop_token_ids=list(range(2, 67))), "stop_token_ids"),
-    (pb.GenerateRequest(prompt="x", stop_token_ids=[99999]), "stop_token_ids"),
-    (pb.GenerateRequest(prompt="x", request_id="y" * 129), "request_id"),
-    (pb.GenerateRequest(prompt="x", cache_salt="y" * 129), "cache_salt"),
-    (
-        pb.GenerateRequest(prompt="x", max_new_tokens=2, committed_token_ids=[5, 6, 7]),
-        "committed_token_ids",
-    ),
-    (pb.GenerateRequest(prompt="x", committed_token_ids=[99999]), "committed_token_ids"),
-    (pb.GenerateRequest(prompt="x", temperature=1, committed_token_ids=[5]), "seed"),
-    (pb.GenerateRequest(prompt="x", n=2, committed_token_ids=[5]), "committed_token_ids"),
-    (pb.GenerateRequest(prompt="x", n=0), "n"),
-    (pb.GenerateRequest(prompt="x", n=2**31 - 1), "n"),
-    (pb.GenerateRequest(prompt="x", priority=9), "priority"),
-    (pb.GenerateRequest(prompt="x", committed_token_ids=[5] * 200_000), "committed_token_ids"),
-    (pb.GenerateRequest(prompt="x", stop_token_ids=[5] * 200_000), "stop_token_ids"),
-    (pb.GenerateRequest(prompt_token_ids=pb.TokenIds(ids=[5] * 200_000)), "prompt_token_ids"),
-    (pb.GenerateRequest(prompt_token_ids=pb.TokenIds(ids=[5] * 5_000_000)), "request"),
-    (pb.GenerateRequest(prompt="x", request_id="y" * 5_000_000), "request"),
-]
-"""(request, the field that the refusal must name)."""
-
-
-async def test_a_bad_request_is_refused_with_the_name_of_its_field() -> None:
-    async with frontend() as made:
-        for number, (request, field) in enumerate(INVALID):
-            for context in await both(made, request):
-                assert context.code is StatusCode.INVALID_ARGUMENT, number
-                assert context.details.startswith(f"{field}: "), number
-            assert await stream(made, request, Context()) == [pb.GenerateChunk()]
-            assert unfinished(made.service) == 0
-        good = pb.GenerateRequest(prompt="still here", max_new_tokens=3)
-        assert len((await made.Generate(good, Context())).token_ids) == 3
-
-
-@pytest.mark.parametrize(
-    ("fields", "said"),
-    [
-        (
-            {"priority": 9},
-            "priority: must be one of PRIORITY_UNSPECIFIED, PRIORITY_HIGH, PRIORITY_NORMAL,"
-            " PRIORITY_LOW, is 9",
-        ),
-        ({"temperature": math.nan}, "temperature: must be in [0, 1e+06], is nan"),
-    ],
-    ids=["priority", "temperature"],
-)
-async def test_a_sentence_has_the_field_what_is_allowed_and_the_value(
-    fields: dict[str, Any], said: str
-) -> None:
-    async with frontend(replicas=0) as made:
-        context = Context()
-        await made.Generate(pb.GenerateRequest(prompt="x", **fields), context)
-        assert context.details == said
-
-
-async def test_the_frontend_itself_refuses_before_it_decodes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def refuse(*_args: object) -> None:
-        raise AssertionError("nothing of a refused request is decoded")
-
-    monkeypatch.setattr("cluster.frontend.service.TextStream", refuse)
-    large = {"max_new_tokens": 2_000_000, "committed_token_ids": [5] * 900_000}
-    async with frontend(replicas=0) as made:
-        for request, field in (
-            (pb.GenerateRequest(prompt="x", **large), "committed_token_ids"),
-            (pb.GenerateRequest(prompt="x", max_new_tokens=2_000_000), "max_new_tokens"),
-            (pb.GenerateRequest(prompt="x", committed_token_ids=[VOCAB]), "committed_token_ids"),
-            (pb.GenerateRequest(prompt="x", stop_token_ids=[VOCAB]), "stop_token_ids"),
-            (pb.GenerateRequest(prompt_token_ids=pb.TokenIds(ids=[VOCAB])), "prompt_token_ids"),
-        ):
-            context = Context()
-            await made.Generate(request, context)
-            assert context.code is StatusCode.INVALID_ARGUMENT
-            assert context.details.startswith(f"{field}: ")
 
 
 async def test_a_stop_string_ends_text_and_tokens_at_the_same_place_always(

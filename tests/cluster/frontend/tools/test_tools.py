@@ -1,6 +1,6 @@
 """Proves, with a real replica: a required or strict call has the arguments that its schema says,
 whole and streamed, and comes back to the template as it went; a template is told what a request
-says; what cannot be is refused.
+says.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import json
 from typing import Any
 
 import pytest
-from grpc import StatusCode
 
 from cluster.frontend.tools.use import ToolFormat, tool_format
 from protos import lockstep_pb2 as pb
@@ -32,8 +31,6 @@ SEVERAL_TEMPLATES = {
     "default": "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: ",
     "tool_use": HERMES_TEMPLATE,
 }
-UNKNOWN = {"type": "function", "function": {"name": "x"}}
-A_JSON = {"response_format": {"type": "json_object"}}
 
 
 def test_a_template_says_its_format() -> None:
@@ -148,60 +145,3 @@ async def test_a_template_is_told_what_a_request_says() -> None:
         asked = pb.GenerateRequest(messages=[pb.ChatMessage(**turn)], max_new_tokens=8)
         asked.chat_template_kwargs = json.dumps(style)
         assert (await made.Generate(asked, Context())).text == text
-
-
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"tool_choice": "required"}, "tool_choice"),
-        ({"tools": TOOLS, "tool_choice": UNKNOWN}, "tool_choice"),
-        ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
-        ({"tools": TOOLS, "tool_choice": "required", **A_JSON}, "response_format"),
-        ({"chat_template_kwargs": {"tokenize": False}}, "chat_template_kwargs"),
-    ],
-)
-async def test_what_cannot_be_is_refused_over_http(fields: dict[str, Any], param: str) -> None:
-    async with served_tiny(HERMES_TEMPLATE, replicas=0) as (_made, app):
-        answer = await post(app, "chat/completions", messages=ASKED, **fields)
-        assert answer.status == 400
-        assert answer.error["param"] == param
-
-
-A_CALL = [{"name": "f", "arguments": "[]"}]
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"tool_mode": 2}, "tool_choice: no tools are given"),
-        (
-            {"tool_mode": 7, "tools": GRPC_TOOLS},
-            "tool_mode: must be one of TOOL_MODE_UNSPECIFIED, TOOL_MODE_NONE, TOOL_MODE_REQUIRED,"
-            " is 7",
-        ),
-        ({"tools": GRPC_TOOLS, "tool_name": "x"}, "tool_choice: 'x' is not among the tools"),
-        (
-            {"tools": [pb.Tool(name="a b")]},
-            "tools.0.name: must be 1 to 64 of the characters a-z, A-Z, 0-9, '_', '.' and '-',"
-            " is 'a b'",
-        ),
-        (
-            {"tools": [pb.Tool(name="a", parameters="x")]},
-            "tools.0.parameters: must be the text of a JSON object, is 'x'",
-        ),
-        ({"tools": GRPC_TOOLS, "tool_mode": 2, "regex": "a"}, "regex: not with tools that bind"),
-        ({"chat_template_kwargs": "[]"}, "chat_template_kwargs: must be the text of a JSON"),
-        ({"chat_template_kwargs": '{"tokenize": 1}'}, "chat_template_kwargs: tokenize is not"),
-        (
-            {"messages": [{"role": "assistant", "tool_calls": A_CALL}]},
-            "messages.0.tool_calls.0.arguments: must be the text of a JSON object",
-        ),
-        ({"messages": [], "prompt": "a", "tools": GRPC_TOOLS}, "tools: only with messages"),
-    ],
-)
-async def test_what_cannot_be_is_refused_over_grpc(fields: dict[str, Any], message: str) -> None:
-    async with served_tiny(HERMES_TEMPLATE, replicas=0) as (made, _app):
-        context = Context()
-        await made.Generate(pb.GenerateRequest(**({"messages": ASKED} | fields)), context)
-        assert context.code is StatusCode.INVALID_ARGUMENT
-        assert context.details.startswith(message)
