@@ -36,7 +36,7 @@ _TEXT_INLINE_TOKENS = 256
 
 
 @dataclass(slots=True)
-class _Sequence:
+class AnswerSequence:
     """One sequence on its way."""
 
     index: int
@@ -50,6 +50,16 @@ class _Sequence:
     """Whether its committed tokens hold a whole call of one."""
     stop: str | None = None
     """The stop string that was found."""
+
+    @property
+    def prompt(self) -> Sequence[int]:
+        return self.live.request.prompt
+
+    @property
+    def prompt_logprobs(self) -> Sequence[TokenLogprobs]:
+        """Of each prompt token but the first, where they were asked for; whole with the first
+        delta of the sequence."""
+        return self.live.prompt_logprobs
 
 
 class Answer:
@@ -71,7 +81,7 @@ class Answer:
         self._router = router
         self._meter = meter
         self._config = config.frontend
-        self._sequences: list[_Sequence] = []
+        self.sequences: list[AnswerSequence] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._status = StatusCode.CANCELLED
         """How it ended for the client: it has left, unless it was told something else."""
@@ -85,42 +95,29 @@ class Answer:
         taken = len(request.committed)
         calls = [] if tools is None else tools.push(seen.text)[1]
         called = any(call.whole is not None for call in calls)
-        self._sequences.append(
-            _Sequence(len(self._sequences), live, text, taken, tools, called, seen.stop)
+        self.sequences.append(
+            AnswerSequence(len(self.sequences), live, text, taken, tools, called, seen.stop)
         )
         if seen.stop is not None:
             self._router.cancel(live)
 
     def seed(self, index: int) -> int | None:
         """Of a sequence that is sampled."""
-        sampling = self._sequences[index].live.request.sampling
+        sampling = self.sequences[index].live.request.sampling
         return sampling.seed if self.call.sampled else None
-
-    def called(self, index: int) -> bool:
-        """Whether the committed tokens of a sequence hold a whole call of a tool."""
-        return self._sequences[index].called
-
-    def prompt(self, index: int) -> Sequence[int]:
-        """Token ids of a sequence's prompt."""
-        return self._sequences[index].live.request.prompt
-
-    def prompt_logprobs(self, index: int) -> Sequence[TokenLogprobs]:
-        """Of each prompt token but the first, where they were asked for; whole with the first
-        delta of the sequence."""
-        return self._sequences[index].live.prompt_logprobs
 
     def cancel(self) -> None:
         """Cancel what has not ended."""
         for task in self._tasks:
             task.cancel()
-        for sequence in self._sequences:
+        for sequence in self.sequences:
             if not sequence.live.ended.is_set():
                 self._router.cancel(sequence.live)
 
     def close(self) -> int:
         """Cancel what has not ended. Returns the tokens that all sequences have used."""
         self.cancel()
-        lives = [sequence.live for sequence in self._sequences]
+        lives = [sequence.live for sequence in self.sequences]
         begun_s = [live.first_s for live in lives if live.first_s]
         first_s = min(begun_s) - self._arrived_s if begun_s else 0.0
         total_s = time.monotonic() - self._arrived_s
@@ -161,8 +158,8 @@ class Answer:
         )
 
     async def __aiter__(self) -> AsyncIterator[Delta]:
-        left = len(self._sequences)
-        source = self._of(self._sequences[0]) if left == 1 else self._merged()
+        left = len(self.sequences)
+        source = self._of(self.sequences[0]) if left == 1 else self._merged()
         try:
             async for delta in source:
                 refusal = delta.end.refusal if delta.end is not None else None
@@ -184,7 +181,7 @@ class Answer:
         """The deltas of several sequences as they come."""
         ready: asyncio.Queue[Delta | Exception] = asyncio.Queue(maxsize=1)
 
-        async def pump(sequence: _Sequence) -> None:
+        async def pump(sequence: AnswerSequence) -> None:
             try:
                 async for delta in self._of(sequence):
                     await ready.put(delta)
@@ -192,7 +189,7 @@ class Answer:
                 # Raised where the deltas are read.
                 await ready.put(error)
 
-        self._tasks = [asyncio.create_task(pump(sequence)) for sequence in self._sequences]
+        self._tasks = [asyncio.create_task(pump(sequence)) for sequence in self.sequences]
         left = len(self._tasks)
         while left:
             item = await ready.get()
@@ -201,7 +198,7 @@ class Answer:
             left -= item.end is not None
             yield item
 
-    async def _of(self, sequence: _Sequence) -> AsyncIterator[Delta]:
+    async def _of(self, sequence: AnswerSequence) -> AsyncIterator[Delta]:
         """Of one sequence: text and tokens with pauses between, the last ones with the end.
 
         Without a stream and without stop strings nothing is looked at before the end.
@@ -237,7 +234,7 @@ class Answer:
         yield self._delta(sequence, text + rest, tokens, end)
 
     def _delta(
-        self, sequence: _Sequence, text: str, tokens: list[int], end: SequenceEnd | None = None
+        self, sequence: AnswerSequence, text: str, tokens: list[int], end: SequenceEnd | None = None
     ) -> Delta:
         calls: list[CallDelta] = []
         if sequence.tools is not None:
@@ -246,7 +243,7 @@ class Answer:
             text, calls = sequence.tools.push(text, ended)
         return Delta(sequence.index, text, tokens, self._told(sequence, tokens), calls, end)
 
-    def _told(self, sequence: _Sequence, tokens: Sequence[int]) -> Sequence[TokenLogprobs]:
+    def _told(self, sequence: AnswerSequence, tokens: Sequence[int]) -> Sequence[TokenLogprobs]:
         """Of these tokens, the last ones that were taken; nothing where nothing is asked for."""
         if self.call.logprobs is None:
             return ()
@@ -260,7 +257,7 @@ class Answer:
         return max(config.coalesce_ms / 1000, self._router.unfinished / config.chunks_per_s)
 
     async def _taken(
-        self, sequence: _Sequence, text: str, tokens: list[int]
+        self, sequence: AnswerSequence, text: str, tokens: list[int]
     ) -> tuple[str, list[int]]:
         """`text` and `tokens` with what came since; a stop string cancels the request."""
         live = sequence.live
@@ -273,7 +270,7 @@ class Answer:
                 self._router.cancel(live)
         return text, tokens
 
-    async def _end(self, sequence: _Sequence) -> tuple[str, SequenceEnd]:
+    async def _end(self, sequence: AnswerSequence) -> tuple[str, SequenceEnd]:
         """The rest of the text, and how the sequence ended. Raises Refused."""
         live = sequence.live
         rest, refusal = "", None

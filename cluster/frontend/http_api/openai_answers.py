@@ -7,11 +7,11 @@ import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import chain, pairwise, zip_longest
 from operator import add, sub
 from typing import Any
 
-from cluster.frontend.answer import Answer
+from cluster.frontend.answer import Answer, AnswerSequence
 from cluster.frontend.calls import Delta, SequenceEnd
 from cluster.frontend.http_api.event_id import EventId, Place
 from cluster.frontend.http_api.openai_models import AnyRequest, ChatRequest
@@ -31,15 +31,13 @@ _FINISH_REASONS: Mapping[FinishReason, str] = {
 class _Written:
     """One sequence as far as it was written."""
 
-    prompt: Sequence[int]
-    prompt_logprobs: Sequence[TokenLogprobs]
-    """Of each prompt token but the first, where they were asked for."""
+    sequence: AnswerSequence
     skip: Place
     """What the client has of an earlier stream."""
-    called: bool
-    """Whether it has called a tool; at first in its committed tokens."""
     echo: str
     """The prompt as its text repeats it."""
+    called: bool
+    """Whether it has called a tool; at first in its committed tokens."""
     chars: int = 0
     """Of the texts of its tokens, the prompt's with `echo`: where the next token begins."""
     place: Place = field(default_factory=Place)
@@ -53,11 +51,15 @@ class _Written:
         return Place(*(max(0, min(pair)) for pair in zip(steps, ahead, strict=True)))
 
     @property
-    def told_of_prompt(self) -> list[TokenLogprobs | None]:
-        """By token of the prompt: nothing of the first, and of none where committed tokens ended
-        the answer before a replica had it."""
-        told = [None, *self.prompt_logprobs]
-        return told + [None] * (len(self.prompt) - len(told))
+    def prompt(self) -> Sequence[int]:
+        return self.sequence.prompt
+
+    @property
+    def told_of_prompt(self) -> list[tuple[int, TokenLogprobs | None]]:
+        """Each token: nothing of the first, and of none where committed tokens ended the answer
+        before a replica had it."""
+        told = chain([None], self.sequence.prompt_logprobs)
+        return list(zip_longest(self.prompt, told))
 
     @property
     def at(self) -> Place:
@@ -87,17 +89,11 @@ class OpenAIAnswer:
 
     def begin(self, answer: Answer) -> None:
         self._seed = answer.seed(0) or 0
-        count = answer.call.sequences
-        skips = [Place()] * count if self._last is None else self._last.places
+        sequences = answer.sequences
+        skips = [Place()] * len(sequences) if self._last is None else self._last.places
         self._written = [
-            _Written(
-                answer.prompt(index),
-                answer.prompt_logprobs(index),
-                skip,
-                answer.called(index),
-                self._echo(index, answer.prompt(index)),
-            )
-            for index, skip in enumerate(skips)
+            _Written(sequence, skip, self._echo(sequence), sequence.called)
+            for sequence, skip in zip(sequences, skips, strict=True)
         ]
 
     def whole(self, deltas: Iterable[Delta]) -> dict[str, Any]:
@@ -239,35 +235,21 @@ class OpenAIAnswer:
         """The prompt's tokens and theirs, where they are echoed."""
         if not self.asked.echoes or self.asked.top_logprobs_wanted is None:
             return []
-        return list(zip(one.prompt, one.told_of_prompt, strict=True))
+        return one.told_of_prompt
 
     def _logprobs(
         self, told: Sequence[tuple[int, TokenLogprobs | None]], one: _Written
     ) -> dict[str, Any]:
-        tokens: list[str] = []
-        own: list[float | None] = []
-        tops: list[dict[str, float] | None] = []
-        offsets: list[int] = []
+        rows: list[tuple[str, float | None, dict[str, float] | None, int]] = []
         for token, said in told:
-            name = self._name(token)
-            tokens.append(name)
-            offsets.append(one.chars)
-            one.chars += self._width(token, name, one)
-            own.append(None if said is None else said.logprob)
-            if said is None:
-                tops.append(None)
-                continue
-            top: dict[str, float] = {}
+            name, top = self._name(token), dict[str, float]()
             # Tokens that are part of a character may have one name: the likeliest has it.
-            for other, logprob in (*said.top, (token, said.logprob)):
+            for other, logprob in () if said is None else (*said.top, (token, said.logprob)):
                 top.setdefault(self._name(other), logprob)
-            tops.append(top)
-        return {
-            "tokens": tokens,
-            "token_logprobs": own,
-            "top_logprobs": tops,
-            "text_offset": offsets,
-        }
+            rows.append((name, None if said is None else said.logprob, top or None, one.chars))
+            one.chars += self._width(token, name, one)
+        names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+        return {name: [row[at] for row in rows] for at, name in enumerate(names)}
 
     def _chat_logprobs(self, told: Sequence[tuple[int, TokenLogprobs | None]]) -> dict[str, Any]:
         content = [
@@ -288,7 +270,7 @@ class OpenAIAnswer:
     def _prompt_logprobs(self, one: _Written) -> list[dict[str, Any] | None]:
         """By token: the likeliest ones and the one that stands there."""
         every: list[dict[str, Any] | None] = []
-        for token, said in zip(one.prompt, one.told_of_prompt, strict=True):
+        for token, said in one.told_of_prompt:
             if said is None:
                 every.append(None)
                 continue
@@ -296,12 +278,8 @@ class OpenAIAnswer:
             ranks[token] = (said.rank, said.logprob)
             every.append(
                 {
-                    str(other): {
-                        "logprob": logprob,
-                        "rank": rank,
-                        "decoded_token": self._name(other),
-                    }
-                    for other, (rank, logprob) in ranks.items()
+                    str(other): {"logprob": value, "rank": rank, "decoded_token": self._name(other)}
+                    for other, (rank, value) in ranks.items()
                 }
             )
         return every
@@ -315,14 +293,14 @@ class OpenAIAnswer:
         shown = token not in special_ids(self._text.tokenizer)
         return len(name) if shown or one.echo.startswith(name, one.chars) else 0
 
-    def _echo(self, index: int, prompt: Sequence[int]) -> str:
+    def _echo(self, sequence: AnswerSequence) -> str:
         """What the text of a sequence repeats of its prompt."""
         if not self.asked.echoes:
             return ""
-        given = self.asked.prompt_text(index // self.asked.n)
+        given = self.asked.prompt_text(sequence.index // self.asked.n)
         if given is not None:
             return given
-        return self._text.tokenizer.decode(list(prompt), skip_special_tokens=False)
+        return self._text.tokenizer.decode(list(sequence.prompt), skip_special_tokens=False)
 
     @property
     def _chunk_kind(self) -> str:

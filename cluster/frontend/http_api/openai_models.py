@@ -58,7 +58,7 @@ class _Request(Strict, BaseModel):  # BaseModel is named for the linter, which l
     top_k: int = 0
     min_p: float = 0.0
     seed: int | None = None
-    stop: tuple[str, ...] = ()
+    stop: str | list[str] = []
     stop_token_ids: list[int] = []
     ignore_eos: bool = False
     priority: Literal["high", "normal", "low"] | None = None
@@ -75,14 +75,6 @@ class _Request(Strict, BaseModel):  # BaseModel is named for the linter, which l
     prompt_logprobs: int | None = None
     return_token_ids: bool = False
     committed_token_ids: list[int] = []
-
-    @field_validator("stop", mode="before")
-    @classmethod
-    def _one_or_more(cls, stop: Any) -> tuple[str, ...]:
-        texts = (stop,) if isinstance(stop, str) else stop
-        if not isinstance(texts, list | tuple) or not all(isinstance(one, str) for one in texts):
-            raise ValueError(f"must be a text or a list of texts, is {shown_value(stop)}")
-        return tuple(texts)
 
     @field_validator("logit_bias")
     @classmethod
@@ -146,6 +138,7 @@ class _Request(Strict, BaseModel):  # BaseModel is named for the linter, which l
             "priority": None if self.priority is None else Priority[self.priority.upper()],
             # -1 is other servers' word for all.
             "top_k": 0 if self.top_k == -1 else self.top_k,
+            "stop": [self.stop] if isinstance(self.stop, str) else self.stop,
             "cache_salt": self.cache_salt or self.user,
             "logit_bias": {int(token): bias for token, bias in self.logit_bias.items()},
             "prompt_logprobs": self._prompt_logprobs,

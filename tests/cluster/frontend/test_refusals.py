@@ -116,7 +116,7 @@ COMPLETIONS: Rows = [
     ({"logit_bias": {"99999": 1}}, "logit_bias: "),
     ({"logit_bias": {"5": None}}, "logit_bias.5: must be a number, is None"),
     ({"bad_words": [""]}, "bad_words: a string must have"),
-    ({"stop": 5}, "stop: must be a text or a list of texts, is 5"),
+    ({"stop": 5}, "stop: must be a text or a list, is 5"),
     ({"user": "y" * 129}, "user: 129 characters, at most 128 allowed"),
     ({"structured_outputs": {}}, "structured_outputs: exactly one of json, regex, choice and"),
     ({"structured_outputs": {"regex": "("}}, "structured_outputs: "),
