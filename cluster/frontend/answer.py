@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from grpc import StatusCode
 
@@ -50,6 +50,10 @@ class AnswerSequence:
     """Whether its committed tokens hold a whole call of one."""
     stop: str | None = None
     """The stop string that was found."""
+    said: str = ""
+    """Text for the next delta."""
+    tokens: list[int] = field(default_factory=list)
+    """Tokens for it, the last ones that were taken."""
 
     @property
     def prompt(self) -> Sequence[int]:
@@ -115,7 +119,8 @@ class Answer:
                 self._router.cancel(sequence.live)
 
     def close(self) -> int:
-        """Cancel what has not ended. Returns the tokens that all sequences have used."""
+        """Cancel what has not ended, and log the call. Returns the tokens that all of its
+        sequences have used."""
         self.cancel()
         lives = [sequence.live for sequence in self.sequences]
         begun_s = [live.first_s for live in lives if live.first_s]
@@ -125,22 +130,11 @@ class Answer:
         served = [live for live in lives if live.reject is None]
         prompt_tokens = sum(len(live.request.prompt) for live in served)
         new_tokens = sum(len(live.tokens) for live in served)
-        self._log(lives, prompt_tokens, new_tokens, first_s, total_s)
-        return prompt_tokens + new_tokens
-
-    def _log(
-        self,
-        lives: Sequence[InFlightRequest],
-        prompt_tokens: int,
-        new_tokens: int,
-        first_s: float,
-        total_s: float,
-    ) -> None:
-        """One line for a call that has ended. An id is the client's text: it is quoted."""
         usages = [live.finish.usage for live in lives if live.finish is not None]
         steps = sum(usage.steps for usage in usages)
         committed = sum(usage.accepted_tokens + usage.steps for usage in usages)
         replicas = dict.fromkeys(name for usage in usages for name in usage.replicas)
+        # An id is the client's text: it is quoted.
         log.info(
             "request id=%r status=%s sequences=%d prompt_tokens=%d cached_tokens=%d new_tokens=%d"
             " queued_s=%.3f first_token_s=%.3f total_s=%.3f tokens_per_step=%.2f replicas=%s",
@@ -156,6 +150,7 @@ class Answer:
             committed / steps if steps else 0.0,
             ",".join(replicas) or "-",
         )
+        return prompt_tokens + new_tokens
 
     async def __aiter__(self) -> AsyncIterator[Delta]:
         left = len(self.sequences)
@@ -207,73 +202,66 @@ class Answer:
         if self.call.max_new_tokens == 0:
             # One is computed, which ends the request, and is not told of.
             await live.ended.wait()
-            _, end = await self._end(sequence)
-            yield self._delta(sequence, "", [], end)
+            yield self._delta(sequence, await self._end(sequence))
             return
         update = live.changed if streamed or self.call.stop else live.ended
-        text, tokens = "", list[int]()
         while sequence.stop is None and not live.ended.is_set():
             await update.wait()
             live.changed.clear()
-            text, tokens = await self._taken(sequence, text, tokens)
-            if not tokens or sequence.stop is not None or live.ended.is_set():
+            await self._take(sequence)
+            if not sequence.tokens or sequence.stop is not None or live.ended.is_set():
                 continue
             if streamed:
-                yield self._delta(sequence, text, tokens)
-                text, tokens = "", []
+                yield self._delta(sequence)
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._pause_s()):
                     await live.ended.wait()
-        text, tokens = await self._taken(sequence, text, tokens)
+        await self._take(sequence)
         try:
-            rest, end = await self._end(sequence)
+            end = await self._end(sequence)
         except Refused:
-            if tokens and streamed:
-                yield self._delta(sequence, text, tokens)
+            if sequence.tokens and streamed:
+                yield self._delta(sequence)
             raise
-        yield self._delta(sequence, text + rest, tokens, end)
+        yield self._delta(sequence, end)
 
-    def _delta(
-        self, sequence: AnswerSequence, text: str, tokens: list[int], end: SequenceEnd | None = None
-    ) -> Delta:
+    def _delta(self, sequence: AnswerSequence, end: SequenceEnd | None = None) -> Delta:
+        """With what was taken since the last one."""
+        text, tokens = sequence.said, sequence.tokens
+        sequence.said, sequence.tokens = "", []
         calls: list[CallDelta] = []
         if sequence.tools is not None:
             # What a refusal ends may be continued.
             ended = end is not None and end.refusal is None
             text, calls = sequence.tools.push(text, ended)
-        return Delta(sequence.index, text, tokens, self._told(sequence, tokens), calls, end)
-
-    def _told(self, sequence: AnswerSequence, tokens: Sequence[int]) -> Sequence[TokenLogprobs]:
-        """Of these tokens, the last ones that were taken; nothing where nothing is asked for."""
-        if self.call.logprobs is None:
-            return ()
-        # The client has the tokens that it came with.
-        end = sequence.taken - len(self.call.committed_token_ids)
-        return sequence.live.logprobs[end - len(tokens) : end]
+        logprobs: Sequence[TokenLogprobs] = ()
+        if self.call.logprobs is not None:
+            # The client has the tokens that it came with.
+            at = sequence.taken - len(self.call.committed_token_ids)
+            logprobs = sequence.live.logprobs[at - len(tokens) : at]
+        return Delta(sequence.index, text, tokens, logprobs, calls, end)
 
     def _pause_s(self) -> float:
         """Between two deltas of one stream; grows with the streams that share the CPU."""
         config = self._config
         return max(config.coalesce_ms / 1000, self._router.unfinished / config.chunks_per_s)
 
-    async def _taken(
-        self, sequence: AnswerSequence, text: str, tokens: list[int]
-    ) -> tuple[str, list[int]]:
-        """`text` and `tokens` with what came since; a stop string cancels the request."""
+    async def _take(self, sequence: AnswerSequence) -> None:
+        """Make text of what came since; a stop string cancels the request."""
         live = sequence.live
         while sequence.stop is None and (new := live.tokens[sequence.taken :]):
             piece = await pushed(sequence.text, new)
             sequence.taken += piece.tokens
-            text, tokens = text + piece.text, tokens + new[: piece.tokens]
+            sequence.said += piece.text
+            sequence.tokens += new[: piece.tokens]
             if piece.stop is not None:
                 sequence.stop = piece.stop
                 self._router.cancel(live)
-        return text, tokens
 
-    async def _end(self, sequence: AnswerSequence) -> tuple[str, SequenceEnd]:
-        """The rest of the text, and how the sequence ended. Raises Refused."""
+    async def _end(self, sequence: AnswerSequence) -> SequenceEnd:
+        """How the sequence ended, with the rest of its text. Raises Refused."""
         live = sequence.live
-        rest, refusal = "", None
+        refusal = None
         if sequence.stop is not None:
             with suppress(TimeoutError):
                 async with asyncio.timeout(_USAGE_WAIT_S):
@@ -285,9 +273,10 @@ class Answer:
             if refusal is None:
                 # Else what is held back stays so: a continuation from these tokens gives it, whole.
                 piece = sequence.text.finish()
-                rest, sequence.stop = piece.text, piece.stop
+                sequence.said += piece.text
+                sequence.stop = piece.stop
         now_s = time.monotonic()
-        return rest, SequenceEnd(
+        return SequenceEnd(
             reason=FinishReason.STOP if sequence.stop is not None else finish.reason,
             prompt_tokens=len(live.request.prompt),
             completion_tokens=sequence.taken,
