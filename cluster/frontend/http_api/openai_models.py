@@ -119,7 +119,9 @@ class _Request(Strict, BaseModel):  # BaseModel is named for the linter, which l
     @property
     def structure_field(self) -> str:
         """The field that says what the text must be."""
-        return "structured_outputs" if self.response_format is None else "response_format"
+        if self.response_format is not None:
+            return "response_format"
+        return "tools" if self.structured_outputs is None else "structured_outputs"
 
     @property
     def limit(self) -> tuple[str, int | None]:
@@ -256,11 +258,6 @@ class ChatRequest(_Request):
     @property
     def tool_use(self) -> ToolUse | None:
         return ToolUse.of(self.tools, self.tool_choice, self.parallel_tool_calls)
-
-    @property
-    def structure_field(self) -> str:
-        given = self.response_format is not None or self.structured_outputs is not None
-        return super().structure_field if given else "tools"
 
 
 AnyRequest = CompletionRequest | ChatRequest
