@@ -51,15 +51,11 @@ class _Written:
         return Place(*(max(0, min(pair)) for pair in zip(steps, ahead, strict=True)))
 
     @property
-    def prompt(self) -> Sequence[int]:
-        return self.sequence.prompt
-
-    @property
     def told_of_prompt(self) -> list[tuple[int, TokenLogprobs | None]]:
         """Each token: nothing of the first, and of none where committed tokens ended the answer
         before a replica had it."""
         told = chain([None], self.sequence.prompt_logprobs)
-        return list(zip_longest(self.prompt, told))
+        return list(zip_longest(self.sequence.prompt, told))
 
     @property
     def at(self) -> Place:
@@ -107,12 +103,14 @@ class OpenAIAnswer:
             if calls := [_called(call.whole) for call in delta.calls if call.whole is not None]:
                 said["message"] |= {"content": text or None, "tool_calls": calls}
             if self.asked.return_token_ids:
-                said |= {"token_ids": list(delta.tokens), "prompt_token_ids": list(one.prompt)}
+                said |= {
+                    "token_ids": list(delta.tokens),
+                    "prompt_token_ids": list(one.sequence.prompt),
+                }
             if self.asked.prompt_logprobs is not None:
                 said["prompt_logprobs"] = self._prompt_logprobs(one)
             choices.append(self._choice(delta.index, said, delta.end, one))
-        kind = "chat.completion" if self._chat else "text_completion"
-        return self._object(kind, choices) | self._costs()
+        return self._object(choices, chunk=False) | self._costs()
 
     def event(self, said: Mapping[str, Any], told_usage: bool = False) -> str:
         """As it is sent, with its id."""
@@ -122,34 +120,13 @@ class OpenAIAnswer:
 
     def events(self, delta: Delta) -> Iterator[str]:
         """What the client has already is left out."""
-        one = self._take(delta)
-        for said in self._chunks(delta, one):
-            yield self.event(said)
-
-    def last_events(self) -> Iterator[str]:
-        if self._with_usage and not (self._last is not None and self._last.told_usage):
-            said = self._object(self._chunk_kind, []) | self._costs()
-            yield self.event(said, told_usage=True)
-        yield "data: [DONE]\n\n"
-
-    # ------------------------------------------------------------------ parts
-
-    def _take(self, delta: Delta) -> _Written:
-        """The sequence that it belongs to."""
-        if delta.end is not None:
-            self._ends[delta.index] = delta.end
-        one = self._written[delta.index]
-        one.called |= any(call.whole is not None for call in delta.calls)
-        return one
-
-    def _chunks(self, delta: Delta, one: _Written) -> Iterator[dict[str, Any]]:
-        index, end = delta.index, delta.end
+        one, index, end = self._take(delta), delta.index, delta.end
         first: dict[str, Any] = {}
         if one.place == Place():
             opening = self._opening(one)
             if not one.go_on(said=1).said:
                 if self.asked.return_token_ids:
-                    first = {"prompt_token_ids": list(one.prompt)}
+                    first = {"prompt_token_ids": list(one.sequence.prompt)}
                 if opening is not None:
                     yield self._chunk(index, opening | first, None, one)
                     first = {}
@@ -170,6 +147,21 @@ class OpenAIAnswer:
         ends = end is not None and not one.go_on(said=1).said
         if new or ends:
             yield self._chunk(index, said, end if ends else None, one)
+
+    def last_events(self) -> Iterator[str]:
+        if self._with_usage and not (self._last is not None and self._last.told_usage):
+            yield self.event(self._object([]) | self._costs(), told_usage=True)
+        yield "data: [DONE]\n\n"
+
+    # ------------------------------------------------------------------ parts
+
+    def _take(self, delta: Delta) -> _Written:
+        """The sequence that it belongs to."""
+        if delta.end is not None:
+            self._ends[delta.index] = delta.end
+        one = self._written[delta.index]
+        one.called |= any(call.whole is not None for call in delta.calls)
+        return one
 
     def _usage(self) -> dict[str, Any]:
         """A prompt counts once, however many choices it has."""
@@ -302,15 +294,12 @@ class OpenAIAnswer:
             return given
         return self._text.tokenizer.decode(list(sequence.prompt), skip_special_tokens=False)
 
-    @property
-    def _chunk_kind(self) -> str:
-        return "chat.completion.chunk" if self._chat else "text_completion"
-
     def _chunk(
         self, index: int, said: dict[str, Any], end: SequenceEnd | None, one: _Written
-    ) -> dict[str, Any]:
-        chunk = self._object(self._chunk_kind, [self._choice(index, said, end, one)])
-        return chunk | ({"usage": None} if self._with_usage else {})
+    ) -> str:
+        """An event."""
+        chunk = self._object([self._choice(index, said, end, one)])
+        return self.event(chunk | ({"usage": None} if self._with_usage else {}))
 
     def _choice(
         self, index: int, said: dict[str, Any], end: SequenceEnd | None, one: _Written
@@ -320,7 +309,8 @@ class OpenAIAnswer:
             reason = "tool_calls"
         return {"index": index, **said, "finish_reason": reason}
 
-    def _object(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    def _object(self, choices: list[dict[str, Any]], chunk: bool = True) -> dict[str, Any]:
+        kind = "chat.completion" + ".chunk" * chunk if self._chat else "text_completion"
         return {
             "id": self.id,
             "object": kind,
