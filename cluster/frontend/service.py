@@ -162,13 +162,11 @@ class FrontendService:
             )
         admitted.charge(sum(request.length_max for request in requests))
         answer = Answer(call, arrived_s, self.router, self._meter, self.config)
-        begun = []
-        for request in requests:
-            text = TextStream(self.text.tokenizer, request.prompt, call.stop)
-            begun.append((request, text, await pushed(text, request.committed)))
-        # Without a pause in between: they are submitted together.
         try:
-            for request, text, seen in begun:
+            for request in requests:
+                text = TextStream(self.text.tokenizer, request.prompt, call.stop)
+                # No pause where there are several: then none has committed tokens.
+                seen = await pushed(text, request.committed)
                 tools = None
                 if call.tools and form:
                     tools = ToolReader(form, call.tools.names, call.tools.parallel)
