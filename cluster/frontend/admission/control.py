@@ -177,7 +177,9 @@ class AdmissionControl:
         """So many more requests in flight; `field` says how many. Raises Unauthenticated,
         NotAllowed and Overloaded."""
         entry = self.check(caller)
-        use = _Tenant() if entry is None else self._of_key(entry)
+        if entry is None:
+            return Admitted("", _Tenant(), sequences, self._clock)
+        use = self._of_key(entry)
         if sequences > use.requests_max:
             most = use.requests_max
             raise NotAllowed(field, f"{sequences} sequences asked for, at most {most:.0f} at once")
@@ -186,9 +188,9 @@ class AdmissionControl:
             raise Overloaded(said, _RETRY_S)
         if use.bucket is not None and (wait_s := use.bucket.take(0, self._clock())) > 0:
             # In debt: said now, before its prompt is tokenized.
-            raise _used_up(entry.name if entry else "", wait_s)
+            raise _used_up(entry.name, wait_s)
         use.in_flight += sequences
-        return Admitted("" if entry is None else entry.name, use, sequences, self._clock)
+        return Admitted(entry.name, use, sequences, self._clock)
 
     def _of_key(self, entry: KeyEntry) -> _Tenant:
         use = self._tenants.setdefault(entry.name, _Tenant())
