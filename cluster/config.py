@@ -107,11 +107,6 @@ class FrontendConfig(_Settings):
     timeout_s: float = Field(600.0, gt=0, description="Deadline where a request sets none.")
     prompt_bytes_max: int = Field(1 << 20, ge=1, description="Longest prompt text in UTF-8.")
     sequences_max: int = Field(128, ge=1, description="Sequences of one call.")
-    messages_max: int = Field(1024, ge=1, description="Turns of one conversation.")
-    stop_strings_max: int = Field(16, ge=0, description="Stop strings of one request.")
-    stop_string_chars_max: int = Field(256, ge=1, description="Characters of one stop string.")
-    request_id_chars_max: int = Field(128, ge=1, description="Characters of a request id.")
-    cache_salt_chars_max: int = Field(128, ge=0, description="Characters of a cache salt.")
     coalesce_ms: float = Field(20.0, ge=0, description="Least time between chunks of a stream.")
     chunks_per_s: float = Field(
         200.0,
@@ -119,19 +114,10 @@ class FrontendConfig(_Settings):
         description="Chunks of all streams together; a chunk costs over a millisecond of CPU, so "
         "the more streams there are, the longer each waits between two chunks.",
     )
-    tokenize_inline_bytes: int = Field(
-        8192, ge=0, description="Longer prompts are tokenized on a thread, off the event loop."
-    )
     requests_max: int = Field(10_000, ge=1, description="Requests in flight per frontend.")
-    requests_per_client_max: int = Field(
-        2_000,
-        ge=1,
-        description="Requests in flight per frontend and address, where there are no API keys.",
-    )
     message_bytes_max: int = Field(
         4 << 20, ge=1024, description="Longest request on the wire, gRPC message or HTTP body."
     )
-    watches_max: int = Field(200, ge=1, description="Open health watches per frontend.")
 
 
 class ServerConfig(_Settings):

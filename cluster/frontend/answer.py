@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from grpc import StatusCode
 
@@ -31,12 +31,12 @@ log = logging.getLogger("lockstep.frontend")
 
 _USAGE_WAIT_S = 1.0
 """How long the end of a sequence with a stop string waits for the pool's figures."""
-_SLICE_TOKENS = 256
-"""So many tokens are made text before other calls have a turn; a few milliseconds at most."""
+_TEXT_INLINE_TOKENS = 256
+"""More of them are made text on a thread, off the event loop."""
 
 
 @dataclass(slots=True)
-class _Sequence:
+class AnswerSequence:
     """One sequence on its way."""
 
     index: int
@@ -50,6 +50,20 @@ class _Sequence:
     """Whether its committed tokens hold a whole call of one."""
     stop: str | None = None
     """The stop string that was found."""
+    said: str = ""
+    """Text for the next delta."""
+    tokens: list[int] = field(default_factory=list)
+    """Tokens for it, the last ones that were taken."""
+
+    @property
+    def prompt(self) -> Sequence[int]:
+        return self.live.request.prompt
+
+    @property
+    def prompt_logprobs(self) -> Sequence[TokenLogprobs]:
+        """Of each prompt token but the first, where they were asked for; whole with the first
+        delta of the sequence."""
+        return self.live.prompt_logprobs
 
 
 class Answer:
@@ -71,7 +85,7 @@ class Answer:
         self._router = router
         self._meter = meter
         self._config = config.frontend
-        self._sequences: list[_Sequence] = []
+        self.sequences: list[AnswerSequence] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._status = StatusCode.CANCELLED
         """How it ended for the client: it has left, unless it was told something else."""
@@ -85,42 +99,30 @@ class Answer:
         taken = len(request.committed)
         calls = [] if tools is None else tools.push(seen.text)[1]
         called = any(call.whole is not None for call in calls)
-        self._sequences.append(
-            _Sequence(len(self._sequences), live, text, taken, tools, called, seen.stop)
+        self.sequences.append(
+            AnswerSequence(len(self.sequences), live, text, taken, tools, called, seen.stop)
         )
         if seen.stop is not None:
             self._router.cancel(live)
 
     def seed(self, index: int) -> int | None:
         """Of a sequence that is sampled."""
-        sampling = self._sequences[index].live.request.sampling
+        sampling = self.sequences[index].live.request.sampling
         return sampling.seed if self.call.sampled else None
-
-    def called(self, index: int) -> bool:
-        """Whether the committed tokens of a sequence hold a whole call of a tool."""
-        return self._sequences[index].called
-
-    def prompt(self, index: int) -> Sequence[int]:
-        """Token ids of a sequence's prompt."""
-        return self._sequences[index].live.request.prompt
-
-    def prompt_logprobs(self, index: int) -> Sequence[TokenLogprobs]:
-        """Of each prompt token but the first, where they were asked for; whole with the first
-        delta of the sequence."""
-        return self._sequences[index].live.prompt_logprobs
 
     def cancel(self) -> None:
         """Cancel what has not ended."""
         for task in self._tasks:
             task.cancel()
-        for sequence in self._sequences:
+        for sequence in self.sequences:
             if not sequence.live.ended.is_set():
                 self._router.cancel(sequence.live)
 
     def close(self) -> int:
-        """Cancel what has not ended. Returns the tokens that all sequences have used."""
+        """Cancel what has not ended, and log the call. Returns the tokens that all of its
+        sequences have used."""
         self.cancel()
-        lives = [sequence.live for sequence in self._sequences]
+        lives = [sequence.live for sequence in self.sequences]
         begun_s = [live.first_s for live in lives if live.first_s]
         first_s = min(begun_s) - self._arrived_s if begun_s else 0.0
         total_s = time.monotonic() - self._arrived_s
@@ -128,22 +130,11 @@ class Answer:
         served = [live for live in lives if live.reject is None]
         prompt_tokens = sum(len(live.request.prompt) for live in served)
         new_tokens = sum(len(live.tokens) for live in served)
-        self._log(lives, prompt_tokens, new_tokens, first_s, total_s)
-        return prompt_tokens + new_tokens
-
-    def _log(
-        self,
-        lives: Sequence[InFlightRequest],
-        prompt_tokens: int,
-        new_tokens: int,
-        first_s: float,
-        total_s: float,
-    ) -> None:
-        """One line for a call that has ended. An id is the client's text: it is quoted."""
         usages = [live.finish.usage for live in lives if live.finish is not None]
         steps = sum(usage.steps for usage in usages)
         committed = sum(usage.accepted_tokens + usage.steps for usage in usages)
         replicas = dict.fromkeys(name for usage in usages for name in usage.replicas)
+        # An id is the client's text: it is quoted.
         log.info(
             "request id=%r status=%s sequences=%d prompt_tokens=%d cached_tokens=%d new_tokens=%d"
             " queued_s=%.3f first_token_s=%.3f total_s=%.3f tokens_per_step=%.2f replicas=%s",
@@ -159,10 +150,11 @@ class Answer:
             committed / steps if steps else 0.0,
             ",".join(replicas) or "-",
         )
+        return prompt_tokens + new_tokens
 
     async def __aiter__(self) -> AsyncIterator[Delta]:
-        left = len(self._sequences)
-        source = self._of(self._sequences[0]) if left == 1 else self._merged()
+        left = len(self.sequences)
+        source = self._of(self.sequences[0]) if left == 1 else self._merged()
         try:
             async for delta in source:
                 refusal = delta.end.refusal if delta.end is not None else None
@@ -184,7 +176,7 @@ class Answer:
         """The deltas of several sequences as they come."""
         ready: asyncio.Queue[Delta | Exception] = asyncio.Queue(maxsize=1)
 
-        async def pump(sequence: _Sequence) -> None:
+        async def pump(sequence: AnswerSequence) -> None:
             try:
                 async for delta in self._of(sequence):
                     await ready.put(delta)
@@ -192,7 +184,7 @@ class Answer:
                 # Raised where the deltas are read.
                 await ready.put(error)
 
-        self._tasks = [asyncio.create_task(pump(sequence)) for sequence in self._sequences]
+        self._tasks = [asyncio.create_task(pump(sequence)) for sequence in self.sequences]
         left = len(self._tasks)
         while left:
             item = await ready.get()
@@ -201,7 +193,7 @@ class Answer:
             left -= item.end is not None
             yield item
 
-    async def _of(self, sequence: _Sequence) -> AsyncIterator[Delta]:
+    async def _of(self, sequence: AnswerSequence) -> AsyncIterator[Delta]:
         """Of one sequence: text and tokens with pauses between, the last ones with the end.
 
         Without a stream and without stop strings nothing is looked at before the end.
@@ -210,73 +202,66 @@ class Answer:
         if self.call.max_new_tokens == 0:
             # One is computed, which ends the request, and is not told of.
             await live.ended.wait()
-            _, end = await self._end(sequence)
-            yield self._delta(sequence, "", [], end)
+            yield self._delta(sequence, await self._end(sequence))
             return
         update = live.changed if streamed or self.call.stop else live.ended
-        text, tokens = "", list[int]()
         while sequence.stop is None and not live.ended.is_set():
             await update.wait()
             live.changed.clear()
-            text, tokens = await self._taken(sequence, text, tokens)
-            if not tokens or sequence.stop is not None or live.ended.is_set():
+            await self._take(sequence)
+            if not sequence.tokens or sequence.stop is not None or live.ended.is_set():
                 continue
             if streamed:
-                yield self._delta(sequence, text, tokens)
-                text, tokens = "", []
+                yield self._delta(sequence)
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._pause_s()):
                     await live.ended.wait()
-        text, tokens = await self._taken(sequence, text, tokens)
+        await self._take(sequence)
         try:
-            rest, end = await self._end(sequence)
+            end = await self._end(sequence)
         except Refused:
-            if tokens and streamed:
-                yield self._delta(sequence, text, tokens)
+            if sequence.tokens and streamed:
+                yield self._delta(sequence)
             raise
-        yield self._delta(sequence, text + rest, tokens, end)
+        yield self._delta(sequence, end)
 
-    def _delta(
-        self, sequence: _Sequence, text: str, tokens: list[int], end: SequenceEnd | None = None
-    ) -> Delta:
+    def _delta(self, sequence: AnswerSequence, end: SequenceEnd | None = None) -> Delta:
+        """With what was taken since the last one."""
+        text, tokens = sequence.said, sequence.tokens
+        sequence.said, sequence.tokens = "", []
         calls: list[CallDelta] = []
         if sequence.tools is not None:
             # What a refusal ends may be continued.
             ended = end is not None and end.refusal is None
             text, calls = sequence.tools.push(text, ended)
-        return Delta(sequence.index, text, tokens, self._told(sequence, tokens), calls, end)
-
-    def _told(self, sequence: _Sequence, tokens: Sequence[int]) -> Sequence[TokenLogprobs]:
-        """Of these tokens, the last ones that were taken; nothing where nothing is asked for."""
-        if self.call.logprobs is None:
-            return ()
-        # The client has the tokens that it came with.
-        end = sequence.taken - len(self.call.committed_token_ids)
-        return sequence.live.logprobs[end - len(tokens) : end]
+        logprobs: Sequence[TokenLogprobs] = ()
+        if self.call.logprobs is not None:
+            # The client has the tokens that it came with.
+            at = sequence.taken - len(self.call.committed_token_ids)
+            logprobs = sequence.live.logprobs[at - len(tokens) : at]
+        return Delta(sequence.index, text, tokens, logprobs, calls, end)
 
     def _pause_s(self) -> float:
         """Between two deltas of one stream; grows with the streams that share the CPU."""
         config = self._config
         return max(config.coalesce_ms / 1000, self._router.unfinished / config.chunks_per_s)
 
-    async def _taken(
-        self, sequence: _Sequence, text: str, tokens: list[int]
-    ) -> tuple[str, list[int]]:
-        """`text` and `tokens` with what came since; a stop string cancels the request."""
+    async def _take(self, sequence: AnswerSequence) -> None:
+        """Make text of what came since; a stop string cancels the request."""
         live = sequence.live
         while sequence.stop is None and (new := live.tokens[sequence.taken :]):
-            piece = await push_in_slices(sequence.text, new)
+            piece = await pushed(sequence.text, new)
             sequence.taken += piece.tokens
-            text, tokens = text + piece.text, tokens + new[: piece.tokens]
+            sequence.said += piece.text
+            sequence.tokens += new[: piece.tokens]
             if piece.stop is not None:
                 sequence.stop = piece.stop
                 self._router.cancel(live)
-        return text, tokens
 
-    async def _end(self, sequence: _Sequence) -> tuple[str, SequenceEnd]:
-        """The rest of the text, and how the sequence ended. Raises Refused."""
+    async def _end(self, sequence: AnswerSequence) -> SequenceEnd:
+        """How the sequence ended, with the rest of its text. Raises Refused."""
         live = sequence.live
-        rest, refusal = "", None
+        refusal = None
         if sequence.stop is not None:
             with suppress(TimeoutError):
                 async with asyncio.timeout(_USAGE_WAIT_S):
@@ -288,9 +273,10 @@ class Answer:
             if refusal is None:
                 # Else what is held back stays so: a continuation from these tokens gives it, whole.
                 piece = sequence.text.finish()
-                rest, sequence.stop = piece.text, piece.stop
+                sequence.said += piece.text
+                sequence.stop = piece.stop
         now_s = time.monotonic()
-        return rest, SequenceEnd(
+        return SequenceEnd(
             reason=FinishReason.STOP if sequence.stop is not None else finish.reason,
             prompt_tokens=len(live.request.prompt),
             completion_tokens=sequence.taken,
@@ -319,15 +305,8 @@ class Answer:
         return live.finish
 
 
-async def push_in_slices(text: TextStream, tokens: Sequence[int]) -> Piece:
-    """Push tokens in slices, between which the event loop runs other tasks."""
-    piece = text.push(tokens[:_SLICE_TOKENS])
-    if len(tokens) <= _SLICE_TOKENS or piece.stop is not None:
-        return piece
-    texts, used = [piece.text], piece.tokens
-    while used < len(tokens) and piece.stop is None:
-        await asyncio.sleep(0)
-        piece = text.push(tokens[used : used + _SLICE_TOKENS])
-        texts.append(piece.text)
-        used += piece.tokens
-    return Piece("".join(texts), used, piece.stop)
+async def pushed(text: TextStream, tokens: Sequence[int]) -> Piece:
+    """Push tokens without holding up other calls."""
+    if len(tokens) <= _TEXT_INLINE_TOKENS:
+        return text.push(tokens)
+    return await asyncio.to_thread(text.push, tokens)

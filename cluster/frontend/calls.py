@@ -6,7 +6,6 @@ in the edge's own containers until their number is checked: to copy millions of 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field as field_of
 from typing import Any, ClassVar
@@ -19,6 +18,13 @@ from cluster.frontend.tools import CallDelta, ToolUse
 from scheduler.decoding import TokenLogprobs
 from scheduler.errors import InvalidRequest
 from scheduler.messages import FinishReason, Priority, Usage
+
+MESSAGES_MAX = 1024
+"""Turns of one conversation."""
+STRINGS_MAX, STRING_CHARS_MAX = 16, 256
+"""Stop strings of a call, and so many bad words; characters of each."""
+NAME_CHARS_MAX = 128
+"""Characters of a request id and of a cache salt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,45 +179,27 @@ def check_number(call: GenerateCall, config: ClusterConfig) -> None:
 
 def check_call(call: GenerateCall, config: ClusterConfig, context_len: int) -> None:
     """What can be said before tokenizing. Raises InvalidRequest, which names the field."""
-    limits = config.frontend
     for prompt in call.prompts:
         check_prompt(prompt, config)
     if call.max_new_tokens == 0 and call.prompt_logprobs is None:
         raise InvalidRequest("max_new_tokens", "must be at least 1, is 0")
-    if call.max_new_tokens is not None and call.max_new_tokens > context_len:
-        raise InvalidRequest(
-            "max_new_tokens",
-            f"{call.max_new_tokens} asked for, the context has {context_len} tokens",
-        )
-    for name, most in (
-        ("committed_token_ids", context_len),
-        ("stop_token_ids", config.scheduler.stop_token_ids_max),
-        ("stop", limits.stop_strings_max),
-        ("bad_words", limits.stop_strings_max),
+    for name, most, unit in (
+        ("committed_token_ids", context_len, "given"),
+        ("stop_token_ids", config.scheduler.stop_token_ids_max, "given"),
+        ("stop", STRINGS_MAX, "given"),
+        ("bad_words", STRINGS_MAX, "given"),
+        ("request_id", NAME_CHARS_MAX, "characters"),
+        ("cache_salt", NAME_CHARS_MAX, "characters"),
     ):
         if (count := len(getattr(call, name))) > most:
-            raise InvalidRequest(name, f"{count} given, at most {most} allowed")
-    for name, most in (
-        ("request_id", limits.request_id_chars_max),
-        ("cache_salt", limits.cache_salt_chars_max),
-    ):
-        if (count := len(getattr(call, name))) > most:
-            raise InvalidRequest(name, f"{count} characters, at most {most} allowed")
+            raise InvalidRequest(name, f"{count} {unit}, at most {most} allowed")
     for name in ("stop", "bad_words"):
         for text in getattr(call, name):
-            if not text:
-                raise InvalidRequest(name, "a string must not be empty")
-            if len(text) > limits.stop_string_chars_max:
-                raise InvalidRequest(
-                    name,
-                    f"a string has {len(text)} characters, at most {limits.stop_string_chars_max} "
-                    "allowed",
-                )
+            if not 0 < len(text) <= STRING_CHARS_MAX:
+                reason = f"a string must have 1 to {STRING_CHARS_MAX} characters, has {len(text)}"
+                raise InvalidRequest(name, reason)
     if call.structure is not None:
         call.structure.check(call.ignore_eos)
-    for name in ("temperature", "top_p", "min_p", "timeout_s"):
-        if not math.isfinite(value := getattr(call, name) or 0.0):
-            raise InvalidRequest(name, f"must be a finite number, is {value}")
     if call.committed_token_ids:
         if call.sequences > 1:
             raise InvalidRequest("committed_token_ids", "only one sequence can be continued")
@@ -228,10 +216,9 @@ def check_prompt(prompt: Prompt, config: ClusterConfig) -> None:
         case TokenPrompt(ids):
             size, most, unit = len(ids), config.scheduler.prompt_tokens_max, "tokens"
         case ChatPrompt(messages):
-            if len(messages) > limits.messages_max:
-                raise InvalidRequest(
-                    "messages", f"{len(messages)} given, at most {limits.messages_max} allowed"
-                )
+            if len(messages) > MESSAGES_MAX:
+                reason = f"{len(messages)} given, at most {MESSAGES_MAX} allowed"
+                raise InvalidRequest("messages", reason)
             if any(not turn["role"] for turn in messages):
                 raise InvalidRequest("messages", "a role must not be empty")
             size, most, unit = prompt.size, limits.prompt_bytes_max, "bytes"

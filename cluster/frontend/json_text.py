@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Iterable
 from typing import Any
+
+import msgspec
 
 _LEVELS_MAX = 100
 """Python's own bound is what is left of its stack. A value that was parsed near the bottom of one,
@@ -11,20 +13,22 @@ on a thread, could not be written again higher up."""
 _TOO_DEEP = f"nested in more than {_LEVELS_MAX} levels"
 
 
-def parsed_json(text: str) -> Any:
-    """Raises ValueError; also for a value of more levels than are allowed."""
+def parsed_json(text: str | bytes | bytearray) -> Any:
+    """Raises ValueError for what is no JSON in UTF-8, and for more levels than are allowed."""
     try:
-        value = json.loads(text)
+        value = msgspec.json.decode(text)
     except RecursionError:
         raise ValueError(_TOO_DEEP) from None
-    level = [value] if isinstance(value, dict | list) else []
-    for _ in range(_LEVELS_MAX):
-        if not level:
-            return value
-        level = [
-            inner
-            for outer in level
-            for inner in (outer.values() if isinstance(outer, dict) else outer)
-            if isinstance(inner, dict | list)
-        ]
-    raise ValueError(_TOO_DEEP)
+    except msgspec.DecodeError as error:
+        raise ValueError(str(error)) from None
+    _check_levels([value], _LEVELS_MAX)
+    return value
+
+
+def _check_levels(values: Iterable[Any], left: int) -> None:
+    """Raises ValueError for values of more levels than are left."""
+    for value in values:
+        if isinstance(value, dict | list):
+            if not left:
+                raise ValueError(_TOO_DEEP)
+            _check_levels(value.values() if isinstance(value, dict) else value, left - 1)

@@ -17,7 +17,7 @@ from grpc import StatusCode
 
 from cluster.config import ClusterConfig
 from cluster.frontend.admission.control import AdmissionControl, Admitted, Caller
-from cluster.frontend.answer import Answer, push_in_slices
+from cluster.frontend.answer import Answer, pushed
 from cluster.frontend.calls import (
     ChatPrompt,
     GenerateCall,
@@ -38,6 +38,9 @@ from cluster.pool.protocol import STOPPING, PoolPort, PoolUnreachable, PoolView
 from cluster.pool.shard_router import ShardRouter
 from scheduler.errors import InvalidRequest, LockstepError, Overloaded
 from scheduler.messages import Request
+
+_TOKENIZE_INLINE_BYTES = 8192
+"""A longer prompt is tokenized on a thread, off the event loop."""
 
 
 class FrontendService:
@@ -159,13 +162,11 @@ class FrontendService:
             )
         admitted.charge(sum(request.length_max for request in requests))
         answer = Answer(call, arrived_s, self.router, self._meter, self.config)
-        begun = []
-        for request in requests:
-            text = TextStream(self.text.tokenizer, request.prompt, call.stop)
-            begun.append((request, text, await push_in_slices(text, request.committed)))
-        # Without a pause in between: they are submitted together.
         try:
-            for request, text, seen in begun:
+            for request in requests:
+                text = TextStream(self.text.tokenizer, request.prompt, call.stop)
+                # No pause where there are several: then none has committed tokens.
+                seen = await pushed(text, request.committed)
                 tools = None
                 if call.tools and form:
                     tools = ToolReader(form, call.tools.names, call.tools.parallel)
@@ -188,6 +189,6 @@ class FrontendService:
                 encode, size = partial(self.text.encode, text, special_tokens), len(text)
             case ChatPrompt():
                 encode, size = partial(self.text.encode_chat, prompt), prompt.size
-        if size <= self.config.frontend.tokenize_inline_bytes:
+        if size <= _TOKENIZE_INLINE_BYTES:
             return encode()
         return await asyncio.to_thread(encode)

@@ -18,7 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from replicas.demo import TARGET_DIR
-from tests.cluster.frontend.tools.test_tools import HERMES_TEMPLATE
+from tests.cluster.frontend.http_rig import HERMES_TEMPLATE
 from tests.free_ports import free_port
 from tests.serving import lockstep_serve
 

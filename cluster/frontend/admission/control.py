@@ -1,7 +1,7 @@
 """Which caller is served, with what priority, and how much of it at once and per minute.
 
-Knows callers by their API key, or by their address where there are no keys. Knows neither gRPC nor
-HTTP, and nothing of what a request asks for but its size in tokens.
+Knows callers by their API key. Knows neither gRPC nor HTTP, and nothing of what a request asks for
+but its size in tokens.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def is_loopback(address: str) -> bool:
 
 @dataclass(slots=True)
 class _Tenant:
-    """What the requests of one key, or of one address, have in use."""
+    """What the requests of one key have in use."""
 
     requests_max: float = math.inf
     priority_max: Priority = Priority.HIGH
@@ -105,8 +105,8 @@ class Admitted:
     tenant: str
     """The key's name; empty without keys."""
     _use: _Tenant
+    _sequences: int
     _clock: Callable[[], float]
-    _leave: Callable[[], None]
     _charged: tuple[TokenBucket, int] | None = None
     """From which bucket, and how much."""
 
@@ -136,7 +136,7 @@ class Admitted:
         if self._charged is not None:
             bucket, charged = self._charged
             bucket.give_back(max(charged - tokens, 0), self._clock())
-        self._leave()
+        self._use.in_flight -= self._sequences
 
 
 class AdmissionControl:
@@ -151,14 +151,11 @@ class AdmissionControl:
         """Raises KeysError or OSError for a keys file that cannot be used."""
         self._auth = auth
         self._share = frontend.number
-        self._per_address = frontend.requests_per_client_max
         self._clock = clock
         self._file = KeysFile(Path(auth.keys_file), clock) if auth.keys_file else None
         sha256 = auth.api_key_sha256
         self._one_key = () if sha256 is None else (KeyEntry(name="api-key", sha256=sha256),)
         self._tenants: dict[str, _Tenant] = {}
-        self.addresses: dict[str, _Tenant] = {}
-        """Those of callers without a key that have something in flight."""
 
     def check(self, caller: Caller) -> KeyEntry | None:
         """The key that came with the call; None without keys. Raises Unauthenticated."""
@@ -180,32 +177,20 @@ class AdmissionControl:
         """So many more requests in flight; `field` says how many. Raises Unauthenticated,
         NotAllowed and Overloaded."""
         entry = self.check(caller)
-        use = self._of_address(caller.address) if entry is None else self._of_key(entry)
+        if entry is None:
+            return Admitted("", _Tenant(), sequences, self._clock)
+        use = self._of_key(entry)
         if sequences > use.requests_max:
             most = use.requests_max
             raise NotAllowed(field, f"{sequences} sequences asked for, at most {most:.0f} at once")
         if use.in_flight + sequences > use.requests_max:
-            raise Overloaded(
-                f"{use.in_flight} requests of this "
-                f"{'address' if entry is None else 'key'} are in flight already",
-                _RETRY_S,
-            )
+            said = f"{use.in_flight} requests of this key are in flight already"
+            raise Overloaded(said, _RETRY_S)
         if use.bucket is not None and (wait_s := use.bucket.take(0, self._clock())) > 0:
             # In debt: said now, before its prompt is tokenized.
-            raise _used_up(entry.name if entry else "", wait_s)
+            raise _used_up(entry.name, wait_s)
         use.in_flight += sequences
-
-        def leave() -> None:
-            use.in_flight -= sequences
-            if entry is None and not use.in_flight:
-                self.addresses.pop(caller.address, None)
-
-        return Admitted("" if entry is None else entry.name, use, self._clock, leave)
-
-    def _of_address(self, address: str) -> _Tenant:
-        if address not in self.addresses:
-            self.addresses[address] = _Tenant(requests_max=self._per_address)
-        return self.addresses[address]
+        return Admitted(entry.name, use, sequences, self._clock)
 
     def _of_key(self, entry: KeyEntry) -> _Tenant:
         use = self._tenants.setdefault(entry.name, _Tenant())

@@ -6,33 +6,53 @@ on the context and returns, so that a client's mistake is no stack trace in the 
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from typing import TypeVar
+from collections.abc import AsyncIterator, Iterable
+from typing import Protocol, TypeVar
+from urllib.parse import unquote
+
+from grpc import StatusCode
+from grpc_health.v1 import health_pb2
 
 from cluster.frontend.admission.control import Caller
 from cluster.frontend.calls import GenerateCall
-from cluster.frontend.grpc_api.context import CallContext, caller_of, refuse
 from cluster.frontend.grpc_api.handlers import Unparsed
-from cluster.frontend.grpc_api.health import HealthService
 from cluster.frontend.grpc_api.messages import to_call, to_calls, to_end, to_logprobs
 from cluster.frontend.grpc_api.status import to_status
 from cluster.frontend.service import FrontendService
-from cluster.frontend.status_codes import Refused
+from cluster.frontend.status_codes import Refusal, Refused
 from protos import lockstep_pb2 as pb
 from scheduler.errors import InvalidRequest
 
+SERVICE = pb.DESCRIPTOR.services_by_name["Lockstep"].full_name
+_HEALTH = health_pb2.HealthCheckResponse
+_NO_HEALTH_REQUEST = Refusal(
+    StatusCode.INVALID_ARGUMENT, "request: no grpc.health.v1.HealthCheckRequest"
+)
+_CHECK_ALONE = Refusal(StatusCode.UNIMPLEMENTED, "of grpc.health.v1 only Check is served")
 _M = TypeVar("_M")
 
 
-class GrpcApi(HealthService):
+class CallContext(Protocol):
+    """The part of a gRPC call's context that is used here."""
+
+    def invocation_metadata(self) -> Iterable[tuple[str, str | bytes]]: ...
+
+    def peer(self) -> str: ...
+
+    def set_code(self, code: StatusCode) -> None: ...
+
+    def set_details(self, details: str) -> None: ...
+
+    def set_trailing_metadata(self, trailing_metadata: list[tuple[str, str]]) -> None: ...
+
+
+class GrpcApi:
     """lockstep.v1 and grpc.health.v1 of one frontend process."""
 
     def __init__(self, service: FrontendService) -> None:
         self.service = service
-        super().__init__(service.ready, service.stopping, service.config.frontend.watches_max)
 
     async def close(self) -> None:
-        self.end_watches()
         await self.service.close()
 
     async def Generate(
@@ -100,6 +120,54 @@ class GrpcApi(HealthService):
         except Refused as refused:
             refuse(grpc_context, refused.refusal)
             return pb.StatusResponse()
+
+    # ------------------------------------------------------------------ health
+
+    # Open to everybody: it tells nothing of requests.
+
+    async def Check(
+        self, request: health_pb2.HealthCheckRequest | Unparsed, grpc_context: CallContext
+    ) -> health_pb2.HealthCheckResponse:
+        if isinstance(request, Unparsed):
+            refuse(grpc_context, _NO_HEALTH_REQUEST)
+        elif request.service not in ("", SERVICE):
+            refuse(grpc_context, Refusal(StatusCode.NOT_FOUND, "service: unknown"))
+        else:
+            ready = await self.service.ready()
+            return _HEALTH(status=_HEALTH.SERVING if ready else _HEALTH.NOT_SERVING)
+        return _HEALTH()
+
+    async def Watch(
+        self, request: object, grpc_context: CallContext
+    ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
+        refuse(grpc_context, _CHECK_ALONE)
+        yield _HEALTH()
+
+    async def List(
+        self, request: object, grpc_context: CallContext
+    ) -> health_pb2.HealthListResponse:
+        refuse(grpc_context, _CHECK_ALONE)
+        return health_pb2.HealthListResponse()
+
+
+def caller_of(context: CallContext) -> Caller:
+    return Caller.from_headers(context.invocation_metadata(), _address(context.peer()))
+
+
+def _address(peer: str) -> str:
+    """The IP address in `ipv4:127.0.0.1:5000` or `ipv6:%5B::1%5D:5000`; else empty."""
+    kind, _, rest = peer.partition(":")
+    if kind not in ("ipv4", "ipv6"):
+        return ""
+    return unquote(rest).rpartition(":")[0].strip("[]")
+
+
+def refuse(context: CallContext, refusal: Refusal) -> None:
+    """Set the status that the call will end with."""
+    context.set_code(refusal.code)
+    context.set_details(refusal.short_message)
+    if metadata := refusal.trailing_metadata:
+        context.set_trailing_metadata(metadata)
 
 
 def _parsed(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 from fastapi import FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import PlainTextResponse, Response
@@ -9,12 +11,14 @@ from grpc import StatusCode
 from starlette.exceptions import HTTPException
 
 from cluster.frontend.http_api.body import BodyReader
-from cluster.frontend.http_api.errors import UnexpectedErrors, refusal_response
+from cluster.frontend.http_api.errors import UNEXPECTED, refusal_response
 from cluster.frontend.http_api.guard import HttpGuard
 from cluster.frontend.http_api.openai_api import openai_router
 from cluster.frontend.http_api.tokens_api import tokens_router
 from cluster.frontend.service import FrontendService
 from cluster.frontend.status_codes import Refusal, Refused
+
+log = logging.getLogger("lockstep.frontend")
 
 
 def http_app(service: FrontendService) -> FastAPI:
@@ -24,7 +28,6 @@ def http_app(service: FrontendService) -> FastAPI:
     sends one: to set it here would send it twice.
     """
     app = FastAPI(title="Lockstep", docs_url=None, redoc_url=None, openapi_url=None)
-    app.add_middleware(UnexpectedErrors)
     app.add_middleware(HttpGuard, config=service.config)
     if origins := service.config.server.http_origins:
         # The outer one: it answers a browser that asks whether it may send JSON.
@@ -49,6 +52,11 @@ def http_app(service: FrontendService) -> FastAPI:
         response = refusal_response(Refusal(code, message))
         response.headers.update(error.headers or {})
         return response
+
+    @app.exception_handler(Exception)
+    async def unexpected(request: Request, error: Exception) -> Response:
+        log.error("%s failed", request.url.path, exc_info=error)
+        return refusal_response(UNEXPECTED)
 
     bodies = BodyReader(service.config.frontend.message_bytes_max)
 

@@ -1,25 +1,17 @@
 """What all routes share: the caller and the model of a request, and errors in the shape of OpenAI's
-API, unexpected exceptions among them."""
+API."""
 
 from __future__ import annotations
-
-import json
-import logging
 
 from fastapi import Request
 from fastapi.responses import JSONResponse
 from grpc import StatusCode
-from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cluster.frontend.admission.control import Caller
 from cluster.frontend.service import FrontendService
 from cluster.frontend.status_codes import MEANINGS, Refusal, Refused
 
-log = logging.getLogger("lockstep.frontend")
-
-EVENTS = "text/event-stream"
-"""The content type of a stream."""
+UNEXPECTED = Refusal(StatusCode.INTERNAL, "an error in the server, which has logged it")
 _TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -68,35 +60,3 @@ def refusal_response(refusal: Refusal) -> JSONResponse:
     return JSONResponse(
         refusal_body(refusal), status_code=MEANINGS[refusal.code].http, headers=headers
     )
-
-
-class UnexpectedErrors:
-    """ASGI middleware: logs an exception that no route has caught, and tells the client of it.
-
-    Within a stream that is an event, and the last.
-    """
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        begun: Headers | None = None
-
-        async def watched(message: Message) -> None:
-            nonlocal begun
-            if message["type"] == "http.response.start":
-                begun = Headers(raw=message["headers"])
-            await send(message)
-
-        try:
-            await self._app(scope, receive, watched)
-        except Exception:
-            if begun is not None and begun.get("content-type") != EVENTS:
-                raise
-            log.exception("%s failed", scope["path"])
-            failure = Refusal(StatusCode.INTERNAL, "an error in the server, which has logged it")
-            if begun is None:
-                await refusal_response(failure)(scope, receive, send)
-                return
-            event = f"data: {json.dumps(refusal_body(failure))}\n\n"
-            await send({"type": "http.response.body", "body": event.encode()})

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import chain, pairwise, zip_longest
 from operator import add, sub
 from typing import Any
 
+from cluster.frontend.answer import Answer, AnswerSequence
 from cluster.frontend.calls import Delta, SequenceEnd
-from cluster.frontend.http_api.event_id import Place
+from cluster.frontend.http_api.event_id import EventId, Place
 from cluster.frontend.http_api.openai_models import AnyRequest, ChatRequest
 from cluster.frontend.target_text import TargetText
 from cluster.frontend.text import special_ids
@@ -26,37 +28,20 @@ _FINISH_REASONS: Mapping[FinishReason, str] = {
 
 
 @dataclass(slots=True)
-class Written:
+class _Written:
     """One sequence as far as it was written."""
 
-    prompt: Sequence[int]
-    prompt_logprobs: Sequence[TokenLogprobs]
-    """Of each prompt token but the first, where they were asked for."""
+    sequence: AnswerSequence
     skip: Place
     """What the client has of an earlier stream."""
-    called: bool = False
-    """Whether it has called a tool; at first in its committed tokens."""
-    echo: str = ""
+    echo: str
     """The prompt as its text repeats it."""
-    text: str = ""
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    calls: list[ToolCall] = field(default_factory=list)
-    """Of tools."""
+    called: bool
+    """Whether it has called a tool; at first in its committed tokens."""
     chars: int = 0
     """Of the texts of its tokens, the prompt's with `echo`: where the next token begins."""
     place: Place = field(default_factory=Place)
     """How far the events went, those included that were left out."""
-
-    def add(self, delta: Delta) -> None:
-        self.text += delta.text
-        self.tokens += delta.tokens
-        self.logprobs += delta.logprobs
-        self.add_calls(delta)
-
-    def add_calls(self, delta: Delta) -> None:
-        self.calls += [call.whole for call in delta.calls if call.whole is not None]
-        self.called |= bool(self.calls)
 
     def go_on(self, tokens: int = 0, said: int = 0, called: int = 0) -> Place:
         """Move on by so much; how much of it the client has already."""
@@ -66,11 +51,11 @@ class Written:
         return Place(*(max(0, min(pair)) for pair in zip(steps, ahead, strict=True)))
 
     @property
-    def told_of_prompt(self) -> list[TokenLogprobs | None]:
-        """By token of the prompt: nothing of the first, and of none where committed tokens ended
-        the answer before a replica had it."""
-        told = [None, *self.prompt_logprobs]
-        return told + [None] * (len(self.prompt) - len(told))
+    def told_of_prompt(self) -> list[tuple[int, TokenLogprobs | None]]:
+        """Each token: nothing of the first, and of none where committed tokens ended the answer
+        before a replica had it."""
+        told = chain([None], self.sequence.prompt_logprobs)
+        return list(zip_longest(self.sequence.prompt, told))
 
     @property
     def at(self) -> Place:
@@ -79,45 +64,69 @@ class Written:
 
 
 class OpenAIAnswer:
-    """What the answers to one request look like."""
+    """The answer to one request: `begin` it, then give it each delta."""
 
-    def __init__(self, asked: AnyRequest, text: TargetText, id: str | None = None) -> None:
-        """`id`: of an earlier stream of the same answer."""
+    def __init__(self, asked: AnyRequest, text: TargetText, last: EventId | None = None) -> None:
+        """`last`: of the events that the client has of an earlier stream of the same call. A stream
+        is a function of its call, so any frontend writes it once more, and leaves out those.
+        """
         self.asked = asked
         self._text = text
         self._chat = isinstance(asked, ChatRequest)
-        self.id = id or ("chatcmpl-" if self._chat else "cmpl-") + uuid.uuid4().hex
+        self._last = last
+        made = ("chatcmpl-" if self._chat else "cmpl-") + uuid.uuid4().hex
+        self.id = made if last is None else last.answer
         self._created = int(time.time())
         options = asked.stream_options
-        self.with_usage = options is not None and options.include_usage
+        self._with_usage = options is not None and options.include_usage
+        self._seed = 0
+        self._written: list[_Written] = []
+        self._ends: dict[int, SequenceEnd] = {}
 
-    def whole(self, written: Sequence[Written], ends: Mapping[int, SequenceEnd]) -> dict[str, Any]:
+    def begin(self, answer: Answer) -> None:
+        self._seed = answer.seed(0) or 0
+        sequences = answer.sequences
+        skips = [Place()] * len(sequences) if self._last is None else self._last.places
+        self._written = [
+            _Written(sequence, skip, self._echo(sequence), sequence.called)
+            for sequence, skip in zip(sequences, skips, strict=True)
+        ]
+
+    def whole(self, deltas: Iterable[Delta]) -> dict[str, Any]:
+        """`deltas`: one of each sequence, with all of it."""
         choices = []
-        for index in sorted(ends):
-            one, end = written[index], ends[index]
-            told = [*self._of_prompt(one), *zip(one.tokens, one.logprobs, strict=False)]
-            text = one.echo + one.text
+        for delta in sorted(deltas, key=lambda delta: delta.index):
+            one = self._take(delta)
+            told = [*self._of_prompt(one), *zip(delta.tokens, delta.logprobs, strict=False)]
+            text = one.echo + delta.text
             said = self._said(text, told, one, whole=True)
-            if one.calls:
-                said["message"]["content"] = text or None
-                said["message"]["tool_calls"] = [_called(call) for call in one.calls]
+            if calls := [_called(call.whole) for call in delta.calls if call.whole is not None]:
+                said["message"] |= {"content": text or None, "tool_calls": calls}
             if self.asked.return_token_ids:
-                said |= {"token_ids": one.tokens, "prompt_token_ids": list(one.prompt)}
+                said |= {
+                    "token_ids": list(delta.tokens),
+                    "prompt_token_ids": list(one.sequence.prompt),
+                }
             if self.asked.prompt_logprobs is not None:
                 said["prompt_logprobs"] = self._prompt_logprobs(one)
-            choices.append(self._choice(index, said, end, one))
-        kind = "chat.completion" if self._chat else "text_completion"
-        return self._object(kind, choices) | self._costs(ends)
+            choices.append(self._choice(delta.index, said, delta.end, one))
+        return self._object(choices, chunk=False) | self._costs()
 
-    def events(self, delta: Delta, one: Written) -> Iterator[dict[str, Any]]:
-        """Of one sequence. What the client has already is left out."""
-        index, end = delta.index, delta.end
+    def event(self, said: Mapping[str, Any], told_usage: bool = False) -> str:
+        """As it is sent, with its id."""
+        places = [one.at for one in self._written]
+        name = EventId(self.id, self._seed, places, told_usage)
+        return f"id: {name}\ndata: {json.dumps(said)}\n\n"
+
+    def events(self, delta: Delta) -> Iterator[str]:
+        """What the client has already is left out."""
+        one, index, end = self._take(delta), delta.index, delta.end
         first: dict[str, Any] = {}
         if one.place == Place():
             opening = self._opening(one)
             if not one.go_on(said=1).said:
                 if self.asked.return_token_ids:
-                    first = {"prompt_token_ids": list(one.prompt)}
+                    first = {"prompt_token_ids": list(one.sequence.prompt)}
                 if opening is not None:
                     yield self._chunk(index, opening | first, None, one)
                     first = {}
@@ -130,7 +139,6 @@ class OpenAIAnswer:
         said, new = self._said(text, told, one, whole=False), bool(text or tokens)
         if self.asked.return_token_ids:
             said |= first | {"token_ids": list(tokens)}
-        one.add_calls(delta)
         for call in delta.calls:
             for part in _call_parts(call, one):
                 said["delta"]["tool_calls"] = [part]
@@ -140,11 +148,24 @@ class OpenAIAnswer:
         if new or ends:
             yield self._chunk(index, said, end if ends else None, one)
 
-    def usage_event(self, ends: Mapping[int, SequenceEnd]) -> dict[str, Any]:
-        return self._object(self._chunk_kind, []) | self._costs(ends)
+    def last_events(self) -> Iterator[str]:
+        if self._with_usage and not (self._last is not None and self._last.told_usage):
+            yield self.event(self._object([]) | self._costs(), told_usage=True)
+        yield "data: [DONE]\n\n"
 
-    def usage(self, ends: Mapping[int, SequenceEnd]) -> dict[str, Any]:
+    # ------------------------------------------------------------------ parts
+
+    def _take(self, delta: Delta) -> _Written:
+        """The sequence that it belongs to."""
+        if delta.end is not None:
+            self._ends[delta.index] = delta.end
+        one = self._written[delta.index]
+        one.called |= any(call.whole is not None for call in delta.calls)
+        return one
+
+    def _usage(self) -> dict[str, Any]:
         """A prompt counts once, however many choices it has."""
+        ends = self._ends
         new = sum(end.completion_tokens for end in ends.values())
         prompts = [end for index, end in ends.items() if index % self.asked.n == 0]
         given = sum(end.prompt_tokens for end in prompts)
@@ -163,18 +184,16 @@ class OpenAIAnswer:
             },
         }
 
-    # ------------------------------------------------------------------ parts
-
-    def _costs(self, ends: Mapping[int, SequenceEnd]) -> dict[str, Any]:
+    def _costs(self) -> dict[str, Any]:
         """The usage, and for a single sequence that had drafts how speculation went."""
-        costs: dict[str, Any] = {"usage": self.usage(ends)}
-        if len(ends) == 1:
-            [end] = ends.values()
+        costs: dict[str, Any] = {"usage": self._usage()}
+        if len(self._ends) == 1:
+            [end] = self._ends.values()
             if end.usage.draft_tokens:
                 costs["metrics"] = {"speculative_decoding": _speculation(end.usage)}
         return costs
 
-    def _opening(self, one: Written) -> dict[str, Any] | None:
+    def _opening(self, one: _Written) -> dict[str, Any] | None:
         """What a stream begins with, before the first new token."""
         told = self.asked.prompt_logprobs is not None
         if self._chat:
@@ -189,7 +208,7 @@ class OpenAIAnswer:
         self,
         text: str,
         told: Sequence[tuple[int, TokenLogprobs | None]],
-        one: Written,
+        one: _Written,
         whole: bool,
     ) -> dict[str, Any]:
         """Text and log-probabilities of a choice; moves `one` on by the tokens told of."""
@@ -204,39 +223,25 @@ class OpenAIAnswer:
             said = {"delta": {"content": text} if text else {}}
         return said | {"logprobs": logprobs}
 
-    def _of_prompt(self, one: Written) -> list[tuple[int, TokenLogprobs | None]]:
+    def _of_prompt(self, one: _Written) -> list[tuple[int, TokenLogprobs | None]]:
         """The prompt's tokens and theirs, where they are echoed."""
         if not self.asked.echoes or self.asked.top_logprobs_wanted is None:
             return []
-        return list(zip(one.prompt, one.told_of_prompt, strict=True))
+        return one.told_of_prompt
 
     def _logprobs(
-        self, told: Sequence[tuple[int, TokenLogprobs | None]], one: Written
+        self, told: Sequence[tuple[int, TokenLogprobs | None]], one: _Written
     ) -> dict[str, Any]:
-        tokens: list[str] = []
-        own: list[float | None] = []
-        tops: list[dict[str, float] | None] = []
-        offsets: list[int] = []
+        rows: list[tuple[str, float | None, dict[str, float] | None, int]] = []
         for token, said in told:
-            name = self._name(token)
-            tokens.append(name)
-            offsets.append(one.chars)
-            one.chars += self._width(token, name, one)
-            own.append(None if said is None else said.logprob)
-            if said is None:
-                tops.append(None)
-                continue
-            top: dict[str, float] = {}
+            name, top = self._name(token), dict[str, float]()
             # Tokens that are part of a character may have one name: the likeliest has it.
-            for other, logprob in (*said.top, (token, said.logprob)):
+            for other, logprob in () if said is None else (*said.top, (token, said.logprob)):
                 top.setdefault(self._name(other), logprob)
-            tops.append(top)
-        return {
-            "tokens": tokens,
-            "token_logprobs": own,
-            "top_logprobs": tops,
-            "text_offset": offsets,
-        }
+            rows.append((name, None if said is None else said.logprob, top or None, one.chars))
+            one.chars += self._width(token, name, one)
+        names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+        return {name: [row[at] for row in rows] for at, name in enumerate(names)}
 
     def _chat_logprobs(self, told: Sequence[tuple[int, TokenLogprobs | None]]) -> dict[str, Any]:
         content = [
@@ -254,10 +259,10 @@ class OpenAIAnswer:
             "bytes": list(self._text.token_bytes(token)),
         }
 
-    def _prompt_logprobs(self, one: Written) -> list[dict[str, Any] | None]:
+    def _prompt_logprobs(self, one: _Written) -> list[dict[str, Any] | None]:
         """By token: the likeliest ones and the one that stands there."""
         every: list[dict[str, Any] | None] = []
-        for token, said in zip(one.prompt, one.told_of_prompt, strict=True):
+        for token, said in one.told_of_prompt:
             if said is None:
                 every.append(None)
                 continue
@@ -265,12 +270,8 @@ class OpenAIAnswer:
             ranks[token] = (said.rank, said.logprob)
             every.append(
                 {
-                    str(other): {
-                        "logprob": logprob,
-                        "rank": rank,
-                        "decoded_token": self._name(other),
-                    }
-                    for other, (rank, logprob) in ranks.items()
+                    str(other): {"logprob": value, "rank": rank, "decoded_token": self._name(other)}
+                    for other, (rank, value) in ranks.items()
                 }
             )
         return every
@@ -278,40 +279,38 @@ class OpenAIAnswer:
     def _name(self, token: int) -> str:
         return self._text.token_bytes(token).decode(errors="replace")
 
-    def _width(self, token: int, name: str, one: Written) -> int:
+    def _width(self, token: int, name: str, one: _Written) -> int:
         """Characters of the text that the token there stands for: a special one for none in an
         answer, and in a prompt only where it was given itself."""
         shown = token not in special_ids(self._text.tokenizer)
         return len(name) if shown or one.echo.startswith(name, one.chars) else 0
 
-    def echo(self, index: int, prompt: Sequence[int]) -> str:
+    def _echo(self, sequence: AnswerSequence) -> str:
         """What the text of a sequence repeats of its prompt."""
         if not self.asked.echoes:
             return ""
-        given = self.asked.prompt_text(index // self.asked.n)
+        given = self.asked.prompt_text(sequence.index // self.asked.n)
         if given is not None:
             return given
-        return self._text.tokenizer.decode(list(prompt), skip_special_tokens=False)
-
-    @property
-    def _chunk_kind(self) -> str:
-        return "chat.completion.chunk" if self._chat else "text_completion"
+        return self._text.tokenizer.decode(list(sequence.prompt), skip_special_tokens=False)
 
     def _chunk(
-        self, index: int, said: dict[str, Any], end: SequenceEnd | None, one: Written
-    ) -> dict[str, Any]:
-        chunk = self._object(self._chunk_kind, [self._choice(index, said, end, one)])
-        return chunk | ({"usage": None} if self.with_usage else {})
+        self, index: int, said: dict[str, Any], end: SequenceEnd | None, one: _Written
+    ) -> str:
+        """An event."""
+        chunk = self._object([self._choice(index, said, end, one)])
+        return self.event(chunk | ({"usage": None} if self._with_usage else {}))
 
     def _choice(
-        self, index: int, said: dict[str, Any], end: SequenceEnd | None, one: Written
+        self, index: int, said: dict[str, Any], end: SequenceEnd | None, one: _Written
     ) -> dict[str, Any]:
         reason = None if end is None else _FINISH_REASONS.get(end.reason)
         if reason == "stop" and one.called:
             reason = "tool_calls"
         return {"index": index, **said, "finish_reason": reason}
 
-    def _object(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    def _object(self, choices: list[dict[str, Any]], chunk: bool = True) -> dict[str, Any]:
+        kind = "chat.completion" + ".chunk" * chunk if self._chat else "text_completion"
         return {
             "id": self.id,
             "object": kind,
@@ -321,7 +320,7 @@ class OpenAIAnswer:
         }
 
 
-def _call_parts(call: CallDelta, one: Written) -> Iterator[dict[str, Any]]:
+def _call_parts(call: CallDelta, one: _Written) -> Iterator[dict[str, Any]]:
     """First the name, then the arguments as they come; `one` moves on by each part."""
     if call.name and not one.go_on(called=1).called:
         yield {"index": call.index, **_called(ToolCall(call.name, "", call.id))}

@@ -5,30 +5,26 @@ Only translates, like the gRPC edge. What it does not support it refuses by name
 
 from __future__ import annotations
 
-import asyncio
-import json
+import logging
 import time
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from cluster.frontend.answer import Answer
-from cluster.frontend.calls import GenerateCall, SequenceEnd
+from cluster.frontend.calls import Delta, GenerateCall
 from cluster.frontend.http_api.body import BodyReader
 from cluster.frontend.http_api.errors import (
-    EVENTS,
+    UNEXPECTED,
     check_model,
     checked_caller,
     refusal_body,
     refusal_response,
 )
-from cluster.frontend.http_api.event_id import EventId, Place
-from cluster.frontend.http_api.openai_answers import OpenAIAnswer, Written
+from cluster.frontend.http_api.event_id import EventId
+from cluster.frontend.http_api.openai_answers import OpenAIAnswer
 from cluster.frontend.http_api.openai_models import (
     AnyRequest,
     ChatRequest,
@@ -37,6 +33,8 @@ from cluster.frontend.http_api.openai_models import (
 )
 from cluster.frontend.service import FrontendService
 from cluster.frontend.status_codes import Refused
+
+log = logging.getLogger("lockstep.frontend")
 
 
 def openai_router(service: FrontendService, bodies: BodyReader) -> APIRouter:
@@ -79,119 +77,65 @@ def openai_router(service: FrontendService, bodies: BodyReader) -> APIRouter:
                 last = EventId.parse(name, call.sequences, call.stream)
                 # With its seed the stream is the same again.
                 call = replace(call, drawn_seed=last.seed)
-            shape = OpenAIAnswer(asked, service.text, None if last is None else last.answer)
+            shape = OpenAIAnswer(asked, service.text, last)
             call = replace(call, request_id=call.request_id or shape.id)
-        return _CallResponse(service, call, shape, last)
+        return _CallResponse(service, call, shape)
 
     return router
 
 
 class _CallResponse(Response):
-    """Opens the call, sends its answer and closes it, all while the client is there.
+    """Opens the call, sends its answer and closes it. Serve cancels it when its client leaves.
 
     A refusal that comes before the first event of a stream has its own status; a later one is an
     event, and the last.
     """
 
-    def __init__(
-        self,
-        service: FrontendService,
-        call: GenerateCall,
-        shape: OpenAIAnswer,
-        last: EventId | None,
-    ) -> None:
-        """`last`: of the events that the client has of an earlier stream of the same call. A stream
-        is a function of its call, so any frontend writes it once more, and leaves out those.
-        """
+    def __init__(self, service: FrontendService, call: GenerateCall, shape: OpenAIAnswer) -> None:
         super().__init__()
         self._service = service
         self._call = call
         self._shape = shape
-        self._last = last
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        serving = asyncio.create_task(self._serve(scope, receive, send))
-        leaving = asyncio.create_task(_disconnected(receive))
-        try:
-            await asyncio.wait({serving, leaving}, return_when=asyncio.FIRST_COMPLETED)
-            if serving.done():
-                serving.result()
-        finally:
-            serving.cancel()
-            leaving.cancel()
-            await asyncio.gather(serving, leaving, return_exceptions=True)
-
-    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
-        written: list[Written] = []
-        ends: dict[int, SequenceEnd] = {}
-        seed = 0
-        streaming = False
-
-        async def event(said: Mapping[str, Any], told_usage: bool = False) -> None:
-            places = [one.at for one in written]
-            name = EventId(self._shape.id, seed, places, told_usage)
-            await _event(send, json.dumps(said), f"id: {name}\n")
-
+        shape, deltas, streaming = self._shape, list[Delta](), False
         try:
             async with self._service.open(self._call) as answer:
-                written += self._nothing_yet(answer)
-                seed = answer.seed(0) or 0
+                shape.begin(answer)
                 async for delta in answer:
-                    if delta.end is not None:
-                        if delta.end.refusal is not None:
-                            raise Refused(delta.end.refusal)
-                        ends[delta.index] = delta.end
-                    one = written[delta.index]
+                    if delta.end is not None and delta.end.refusal is not None:
+                        raise Refused(delta.end.refusal)
                     if not self._call.stream:
-                        one.add(delta)
+                        deltas.append(delta)
                         continue
                     if not streaming:
                         streaming = True
                         await _start(send)
-                    for said in self._shape.events(delta, one):
-                        await event(said)
+                    for event in shape.events(delta):
+                        await _send_event(send, event)
+            if not streaming:
+                await JSONResponse(shape.whole(deltas))(scope, receive, send)
+                return
+            for event in shape.last_events():
+                await _send_event(send, event)
         except Refused as refused:
-            refusal = self._shape.asked.renamed(refused.refusal)
+            refusal = shape.asked.renamed(refused.refusal)
             if not streaming:
                 await refusal_response(refusal)(scope, receive, send)
                 return
-            await event(refusal_body(refusal))
-        else:
+            await _send_event(send, shape.event(refusal_body(refusal)))
+        except Exception:
             if not streaming:
-                await JSONResponse(self._shape.whole(written, ends))(scope, receive, send)
-                return
-            told = self._last is not None and self._last.told_usage
-            if self._shape.with_usage and not told:
-                await event(self._shape.usage_event(ends), told_usage=True)
-            await _event(send, "[DONE]")
+                raise
+            log.exception("%s failed", scope["path"])
+            await _send_event(send, shape.event(refusal_body(UNEXPECTED)))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-    def _nothing_yet(self, answer: Answer) -> list[Written]:
-        """Of each sequence."""
-        count = self._call.sequences
-        skips = [Place()] * count if self._last is None else self._last.places
-        return [
-            Written(
-                answer.prompt(index),
-                answer.prompt_logprobs(index),
-                skips[index],
-                answer.called(index),
-                self._shape.echo(index, answer.prompt(index)),
-            )
-            for index in range(count)
-        ]
 
 
 async def _start(send: Send) -> None:
-    headers = [(b"content-type", EVENTS.encode()), (b"cache-control", b"no-cache")]
+    headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
 
 
-async def _event(send: Send, data: str, id_line: str = "") -> None:
-    body = f"{id_line}data: {data}\n\n".encode()
-    await send({"type": "http.response.body", "body": body, "more_body": True})
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+async def _send_event(send: Send, event: str) -> None:
+    await send({"type": "http.response.body", "body": event.encode(), "more_body": True})

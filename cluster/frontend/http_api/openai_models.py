@@ -58,7 +58,7 @@ class _Request(Strict, BaseModel):  # BaseModel is named for the linter, which l
     top_k: int = 0
     min_p: float = 0.0
     seed: int | None = None
-    stop: tuple[str, ...] = ()
+    stop: str | list[str] = []
     stop_token_ids: list[int] = []
     ignore_eos: bool = False
     priority: Literal["high", "normal", "low"] | None = None
@@ -75,14 +75,6 @@ class _Request(Strict, BaseModel):  # BaseModel is named for the linter, which l
     prompt_logprobs: int | None = None
     return_token_ids: bool = False
     committed_token_ids: list[int] = []
-
-    @field_validator("stop", mode="before")
-    @classmethod
-    def _one_or_more(cls, stop: Any) -> tuple[str, ...]:
-        texts = (stop,) if isinstance(stop, str) else stop
-        if not isinstance(texts, list | tuple) or not all(isinstance(one, str) for one in texts):
-            raise ValueError(f"must be a text or a list of texts, is {shown_value(stop)}")
-        return tuple(texts)
 
     @field_validator("logit_bias")
     @classmethod
@@ -127,7 +119,9 @@ class _Request(Strict, BaseModel):  # BaseModel is named for the linter, which l
     @property
     def structure_field(self) -> str:
         """The field that says what the text must be."""
-        return "structured_outputs" if self.response_format is None else "response_format"
+        if self.response_format is not None:
+            return "response_format"
+        return "tools" if self.structured_outputs is None else "structured_outputs"
 
     @property
     def limit(self) -> tuple[str, int | None]:
@@ -146,6 +140,7 @@ class _Request(Strict, BaseModel):  # BaseModel is named for the linter, which l
             "priority": None if self.priority is None else Priority[self.priority.upper()],
             # -1 is other servers' word for all.
             "top_k": 0 if self.top_k == -1 else self.top_k,
+            "stop": [self.stop] if isinstance(self.stop, str) else self.stop,
             "cache_salt": self.cache_salt or self.user,
             "logit_bias": {int(token): bias for token, bias in self.logit_bias.items()},
             "prompt_logprobs": self._prompt_logprobs,
@@ -263,11 +258,6 @@ class ChatRequest(_Request):
     @property
     def tool_use(self) -> ToolUse | None:
         return ToolUse.of(self.tools, self.tool_choice, self.parallel_tool_calls)
-
-    @property
-    def structure_field(self) -> str:
-        given = self.response_format is not None or self.structured_outputs is not None
-        return super().structure_field if given else "tools"
 
 
 AnyRequest = CompletionRequest | ChatRequest

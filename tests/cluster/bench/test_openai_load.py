@@ -18,7 +18,7 @@ from fastapi import FastAPI, Response
 from cluster.bench.figures import Record
 from cluster.bench.openai_load import take_event
 from tests.cluster.cli.command import lockstep
-from tests.cluster.frontend.http_api.test_http import http_frontend
+from tests.cluster.frontend.http_rig import http_frontend
 
 
 @asynccontextmanager

@@ -15,10 +15,12 @@ from cluster.frontend.grpc_api.api import GrpcApi
 from cluster.frontend.service import FrontendService
 from cluster.frontend.target_text import TargetText
 from cluster.metrics import FrontendMeter, Sink
+from cluster.pool.in_flight import InFlightRequest
 from cluster.pool.session import PoolSession
 from cluster.worker.worker import HostedReplica, Worker
 from protos import lockstep_pb2 as pb
 from replicas.config import ReplicaConfig
+from scheduler.messages import Emit, Finish, FinishReason
 from tests.cluster.fakes import FakeReplica, load_fake_text, tokenizer
 from tests.cluster.wire import Wire, until
 
@@ -117,3 +119,17 @@ async def both(made: GrpcApi, request: pb.GenerateRequest, **caller: str) -> lis
 
 def text_of(tokens: list[int]) -> str:
     return tokenizer().decode(PROMPT_IDS + tokens)[len(PROMPT) :]
+
+
+async def asked(made: GrpcApi) -> InFlightRequest:
+    """The one request that the frontend has sent to the pool."""
+    await until(lambda: [live.sent for live in session_of(made).unfinished] == [True])
+    return next(iter(session_of(made).unfinished))
+
+
+def brings(made: GrpcApi, live: InFlightRequest, tokens: list[int]) -> None:
+    pool_of(made).say(Emit(live.pool_id, len(live.tokens), tuple(tokens)))
+
+
+def ends(made: GrpcApi, live: InFlightRequest, reason: FinishReason) -> None:
+    pool_of(made).say(Finish(live.pool_id, reason))

@@ -5,38 +5,20 @@ errors that name the field.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from grpc import StatusCode
-from transformers import PreTrainedTokenizerFast
 
 from cluster.frontend.calls import ChatPrompt
 from cluster.frontend.target_text import TargetText
 from protos import lockstep_pb2 as pb
 from replicas.config import ReplicaConfig
 from scheduler.errors import InvalidRequest
-from tests.cluster.fakes import load_fake_text, tokenizer
+from tests.cluster.fakes import load_fake_text
+from tests.cluster.frontend.http_rig import ENCODER, TEXT, TURNS, messages
 from tests.cluster.frontend.rig import Context, frontend
-
-TEMPLATE = (
-    "{% for message in messages %}"
-    "{% if message['role'] not in ['system', 'user', 'assistant'] %}"
-    "{{ raise_exception('unknown role ' + message['role']) }}{% endif %}"
-    "<s>{{ message['role'] }}: {{ message['content'] }}\n"
-    "{% endfor %}{% if add_generation_prompt %}<s>assistant:{% endif %}"
-)
-ENCODER = PreTrainedTokenizerFast(
-    tokenizer_object=tokenizer(), eos_token="</s>", chat_template=TEMPLATE
-)
-TEXT = replace(load_fake_text(ReplicaConfig()), encoder=ENCODER, eos_token_ids=())
-TURNS = [("system", "be brief"), ("user", "the fox?"), ("assistant", "lazy"), ("user", "why?")]
-
-
-def messages(turns: Sequence[tuple[str, str]]) -> list[pb.ChatMessage]:
-    return [pb.ChatMessage(role=role, content=content) for role, content in turns]
 
 
 def test_a_template_of_a_file_takes_the_place_of_the_targets(tmp_path: Path) -> None:

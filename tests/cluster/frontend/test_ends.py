@@ -7,48 +7,44 @@ there is no replica, and the test says what the pool would have said.
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 from grpc import StatusCode
 
+from cluster.config import AuthConfig
+from cluster.frontend.admission.keys import add
 from cluster.frontend.grpc_api.api import GrpcApi
-from cluster.frontend.status_codes import CODES
+from cluster.frontend.status_codes import CODES, Refusal, refusal_of_finish
 from cluster.frontend.text import TextStream
 from cluster.pool.in_flight import InFlightRequest
 from protos import lockstep_pb2 as pb
-from scheduler.messages import Emit, Finish, FinishReason, Reject, RejectCode
+from scheduler.messages import Finish, FinishReason, Reject, RejectCode
 from tests.cluster.fakes import tokenizer
 from tests.cluster.frontend.rig import (
+    CONFIG,
     PROMPT,
     PROMPT_IDS,
     Context,
+    asked,
+    brings,
+    ends,
     frontend,
     pool_of,
     session_of,
     stream,
+    text_of,
     unfinished,
 )
+from tests.cluster.scripted import joined
 from tests.cluster.wire import until
 
 ANSWER = "a \U0001f98a says END or ENDE"
 TOKENS = tokenizer().encode(ANSWER).ids
 UNENDED = [FinishReason.DEADLINE, FinishReason.FAILED, FinishReason.CANCELLED]
-
-
-async def asked(made: GrpcApi) -> InFlightRequest:
-    """The one request that the frontend has sent to the pool."""
-    await until(lambda: [live.sent for live in session_of(made).unfinished] == [True])
-    return next(iter(session_of(made).unfinished))
-
-
-def brings(made: GrpcApi, live: InFlightRequest, tokens: list[int]) -> None:
-    pool_of(made).say(Emit(live.pool_id, len(live.tokens), tuple(tokens)))
-
-
-def ends(made: GrpcApi, live: InFlightRequest, reason: FinishReason) -> None:
-    pool_of(made).say(Finish(live.pool_id, reason))
 
 
 async def streamed(
@@ -62,8 +58,7 @@ async def streamed(
     ends(made, live, reason)
     chunks = await call
     assert chunks[-1].HasField("end")
-    got = [token for chunk in chunks for token in chunk.token_ids]
-    return "".join(chunk.text for chunk in chunks), got, context
+    return *joined(chunks), context
 
 
 @pytest.mark.parametrize("reason", UNENDED)
@@ -128,8 +123,9 @@ ENDS: list[tuple[End, str]] = [
 @pytest.mark.parametrize("streaming", [True, False])
 @pytest.mark.parametrize(("end", "status"), ENDS)
 async def test_an_end_counts_with_the_status_that_the_client_got(
-    end: End, status: str, streaming: bool, monkeypatch: pytest.MonkeyPatch
+    end: End, status: str, streaming: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """And makes place for another call of the same key."""
     monkeypatch.setattr("cluster.frontend.answer._USAGE_WAIT_S", 100.0)
     counted: list[str] = []
 
@@ -137,12 +133,19 @@ async def test_an_end_counts_with_the_status_that_the_client_got(
         if name == "lockstep_request_seconds":
             counted.append(tags["status"])
 
-    async with frontend(replicas=0, sink=sink) as made:
-        context = Context()
+    key = f"Bearer {add(tmp_path / 'keys.yaml', 'alice', requests_max=1)}"
+    auth = AuthConfig(keys_file=str(tmp_path / "keys.yaml"))
+    config = CONFIG.model_copy(update={"auth": auth})
+    async with frontend(replicas=0, sink=sink, config=config) as made:
+        context, too_many = Context(key), Context(key)
         request = pb.GenerateRequest(prompt=PROMPT, max_new_tokens=len(TOKENS), stop=["says"])
         asking = stream(made, request, context) if streaming else made.Generate(request, context)
         call = asyncio.ensure_future(asking)
-        end(made, await asked(made), call)
+        live = await asked(made)
+        await made.Generate(request, too_many)
+        assert too_many.code is StatusCode.RESOURCE_EXHAUSTED
+        assert int(too_many.trailing["retry-after"]) >= 1
+        end(made, live, call)
         await asyncio.gather(call, return_exceptions=True)
         assert counted == [status]
         if call.cancelled():
@@ -150,54 +153,50 @@ async def test_an_end_counts_with_the_status_that_the_client_got(
         else:
             assert (context.code or StatusCode.OK).name == status
         await until(lambda: not unfinished(made.service))
+        another = asyncio.ensure_future(made.Generate(request, Context(key)))
+        await asked(made)
+        another.cancel()
+        await asyncio.gather(another, return_exceptions=True)
+
+
+@pytest.mark.parametrize("reason", UNENDED)
+def test_an_end_is_told_by_the_clients_name_for_its_request(reason: FinishReason) -> None:
+    for request_id, of in (("mine", "request mine: "), ("", "")):
+        told = refusal_of_finish(Finish("pool-1", reason, message="no"), request_id)
+        assert told == Refusal(CODES[reason], f"{of}no")
+        unsaid = refusal_of_finish(Finish("pool-1", reason), request_id)
+        assert len(unsaid.message) > len(of)
+        assert "pool-1" not in unsaid.message
 
 
 # --------------------------------------------------------------------------- others' turns
 
 
 @pytest.mark.parametrize("given", ["committed", "at once"])
-@pytest.mark.parametrize("stop", [[], ["END"]], ids=["whole", "stop"])
-async def test_many_tokens_become_text_with_others_turns_between(
-    given: str, stop: list[str], monkeypatch: pytest.MonkeyPatch
+async def test_many_tokens_become_text_beside_the_event_loop(
+    given: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tokens = (tokenizer().encode("so it goes, ").ids * 100)[:200] + TOKENS
-    turns = 0
-    pushed: list[tuple[int, int]] = []
+    tokens = (tokenizer().encode("so it goes, ").ids * 100)[:300]
+    threads: list[threading.Thread] = []
     push = TextStream.push
 
-    def recorded(self: TextStream, part: list[int]) -> object:
+    def noted(self: TextStream, part: list[int]) -> object:
         if len(part):
-            pushed.append((len(part), turns))
+            threads.append(threading.current_thread())
         return push(self, part)
 
-    async def others() -> None:
-        nonlocal turns
-        while True:
-            turns += 1
-            await asyncio.sleep(0)
-
-    monkeypatch.setattr("cluster.frontend.answer._SLICE_TOKENS", 16)
-    monkeypatch.setattr(TextStream, "push", recorded)
+    monkeypatch.setattr(TextStream, "push", noted)
     async with frontend(replicas=0) as made:
-        other = asyncio.ensure_future(others())
         committed = tokens if given == "committed" else []
         request = pb.GenerateRequest(
-            prompt=PROMPT, max_new_tokens=300, committed_token_ids=committed, stop=stop
+            prompt=PROMPT, max_new_tokens=400, committed_token_ids=committed
         )
-        task = asyncio.ensure_future(made.Generate(request, Context()))
+        call = asyncio.ensure_future(made.Generate(request, Context()))
+        live = await asked(made)
         if given == "at once":
-            brings(made, await asked(made), tokens)
-        # Committed tokens with a stop string in them end before the pool has been asked.
-        if not stop:
-            ends(made, await asked(made), FinishReason.LENGTH)
-        answer = await task
-        other.cancel()
-        monkeypatch.undo()
-        expected = TextStream(tokenizer(), PROMPT_IDS, stop).push(tokens)
-        assert sum(size for size, _ in pushed) - 16 < expected.tokens
-        if given == "at once":
-            assert answer.text == expected.text
-            assert list(answer.token_ids) == tokens[: expected.tokens]
-    assert len(pushed) > 12
-    assert max(size for size, _ in pushed) == 16
-    assert len({turn for _, turn in pushed}) == len(pushed)
+            brings(made, live, tokens)
+        ends(made, live, FinishReason.LENGTH)
+        answer = await call
+    assert len(threads) == 1
+    assert threads[0] is not threading.main_thread()
+    assert answer.text == ("" if committed else text_of(tokens))

@@ -14,11 +14,8 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import asynccontextmanager
-from copy import copy
-from dataclasses import replace
-from functools import cache, partial
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Any, TypeVar
 
 from fastapi import FastAPI
@@ -26,16 +23,11 @@ from grpc import StatusCode
 from hypothesis import strategies as st
 
 from cluster.frontend.grpc_api.api import GrpcApi
-from cluster.frontend.http_api.app import http_app
 from cluster.frontend.http_api.openai_models import ChatRequest, CompletionRequest
-from cluster.frontend.target_text import TargetText
 from protos import lockstep_pb2 as pb
-from replicas.replica import Replica
 from tests.cluster.frontend.fuzz import messages as fuzz_messages, requests as draw
-from tests.cluster.frontend.http_api.test_http import http
-from tests.cluster.frontend.http_api.test_openai_decoding import PAIR, text
-from tests.cluster.frontend.rig import CONFIG, Context, frontend, stream, unfinished
-from tests.cluster.frontend.tools.test_tools import HERMES_TEMPLATE
+from tests.cluster.frontend.http_rig import HERMES_TEMPLATE, http, served_tiny
+from tests.cluster.frontend.rig import CONFIG, Context, stream, unfinished
 
 ANSWER_S = 60.0
 """An answer that takes longer hangs."""
@@ -48,21 +40,10 @@ FAULTS = (StatusCode.UNKNOWN, StatusCode.INTERNAL, StatusCode.UNAVAILABLE)
 T = TypeVar("T")
 
 
-@cache
-def talking() -> TargetText:
-    """The tiny target with a chat template that knows tools."""
-    encoder = copy(text().encoder)
-    encoder.chat_template = HERMES_TEMPLATE
-    return replace(text(), encoder=encoder)
-
-
-@asynccontextmanager
-async def served() -> AsyncIterator[tuple[GrpcApi, FastAPI]]:
+def served() -> AbstractAsyncContextManager[tuple[GrpcApi, FastAPI]]:
     few = CONFIG.frontend.model_copy(update={"max_new_tokens": 16})
-    config = CONFIG.model_copy(update={"replica": PAIR, "frontend": few})
-    load = partial(Replica.load, PAIR)
-    async with frontend(config=config, load=load, text=talking(), bound_s=ROUND_S) as made:
-        yield made, http_app(made.service)
+    config = CONFIG.model_copy(update={"frontend": few})
+    return served_tiny(HERMES_TEMPLATE, config, bound_s=ROUND_S)
 
 
 async def nothing_left(made: GrpcApi) -> None:
@@ -76,29 +57,6 @@ async def nothing_left(made: GrpcApi) -> None:
             if not left and not unfinished(made.service):
                 return
             await asyncio.sleep(0.01)
-
-
-async def each(asked: Sequence[T], ask: Callable[[T], Coroutine[Any, Any, str]]) -> Counter[str]:
-    """What came of them, some at a time."""
-    gate, told = asyncio.Semaphore(AT_ONCE), Counter[str]()
-
-    async def one(request: T) -> None:
-        async with gate:
-            try:
-                async with asyncio.timeout(ANSWER_S):
-                    said = await ask(request)
-            except TimeoutError:
-                said = "hangs"
-            except Exception as error:
-                said = f"raises {type(error).__name__}"
-        told[said] += 1
-        if said.startswith(("5", "hangs", "raises", "400 ", "INVALID_ARGUMENT ")):
-            print(said, request, file=sys.stderr)
-
-    async with asyncio.TaskGroup() as group:
-        for request in asked:
-            group.create_task(one(request))
-    return told
 
 
 def bodies(
@@ -127,23 +85,21 @@ def long_streams(kind: draw.Kind) -> Any:
     )
 
 
-async def over_http(app: FastAPI, asked: draw.Asked, named: bool = False) -> str:
-    """The status; of a stream that ends with an error, its code; `named`: of a 400 the field."""
+async def over_http(_made: GrpcApi, app: FastAPI, asked: draw.Asked) -> str:
+    """The status; of a stream that ends with an error, its code."""
     headers = dict(asked.headers)
     answer = await http(app, asked.body, asked.path, headers, method=asked.method)
-    if answer.status < 400:
-        if b'data: {"error"' not in answer.body:
-            return f"{answer.status}"
-        code = json.loads(answer.body.rpartition(b"data: ")[2])["error"]["code"]
-        return ("5xx" if StatusCode[code] in FAULTS else f"{answer.status}") + f" then {code}"
-    param = answer.error["param"]
-    return f"{answer.status}" + (f" {param}" if named else "")
+    if answer.status >= 400:
+        assert "param" in answer.error
+        return f"{answer.status}"
+    if b'data: {"error"' not in answer.body:
+        return f"{answer.status}"
+    code = json.loads(answer.body.rpartition(b"data: ")[2])["error"]["code"]
+    return ("5xx" if StatusCode[code] in FAULTS else f"{answer.status}") + f" then {code}"
 
 
-async def over_grpc(
-    made: GrpcApi, asked: tuple[pb.GenerateRequest, bool], named: bool = False
-) -> str:
-    """The status of the request, in a stream or not; `named`: of a refusal the field."""
+async def over_grpc(made: GrpcApi, _app: FastAPI, asked: tuple[pb.GenerateRequest, bool]) -> str:
+    """The status of the request, in a stream or not."""
     request, streamed = asked
     context = Context()
     if streamed:
@@ -151,77 +107,81 @@ async def over_grpc(
     else:
         await made.Generate(request, context)
     code = context.code or StatusCode.OK
-    said = f"5xx {code.name}" if code in FAULTS else code.name
-    return f"{said} {context.details.partition(':')[0]}" if named else said
+    return f"5xx {code.name}" if code in FAULTS else code.name
 
 
-async def left_early(app: FastAPI, asked: draw.Asked) -> str:
-    """The client goes after a moment, whatever has come."""
-    gone = asyncio.Event()
-    asyncio.get_running_loop().call_later(random.Random(asked.body).random(), gone.set)
+async def left_early(made: GrpcApi, app: FastAPI, asked: draw.Asked) -> str:
+    """The client goes after a moment, whatever has come; Serve cancels the call then."""
     try:
-        await http(app, asked.body, path=asked.path, gone=gone)
-    except IndexError:
-        return "nothing was sent"
-    return "an answer began"
+        async with asyncio.timeout(random.Random(asked.body).random()):
+            return await over_http(made, app, asked)
+    except TimeoutError:
+        return "left"
 
 
-async def rounds(
-    asked: Sequence[T], ask: Callable[[GrpcApi, FastAPI, T], Coroutine[Any, Any, str]]
-) -> Counter[str]:
-    told = Counter[str]()
+def answered(said: str) -> bool:
+    return said in ("200", "OK")
+
+
+def fine(said: str) -> bool:
+    return not said.startswith(("5", "hangs", "raises"))
+
+
+async def round_of(
+    what: str,
+    asked: Sequence[T],
+    ask: Callable[[GrpcApi, FastAPI, T], Coroutine[Any, Any, str]],
+    good: Callable[[str], bool],
+) -> int:
+    """Returns how many answers are not as they must be."""
+    begun_s = time.monotonic()
+    gate, told = asyncio.Semaphore(AT_ONCE), Counter[str]()
+
+    async def one(made: GrpcApi, app: FastAPI, request: T) -> None:
+        async with gate:
+            try:
+                async with asyncio.timeout(ANSWER_S):
+                    said = await ask(made, app, request)
+            except TimeoutError:
+                said = "hangs"
+            except Exception as error:
+                said = f"raises {type(error).__name__}"
+        told[said] += 1
+        if not good(said):
+            print(said, request, file=sys.stderr)
+
     for begin in range(0, len(asked), ROUND):
         async with served() as (made, app):
-            told += await each(
-                asked[begin : begin + ROUND], lambda one, m=made, a=app: ask(m, a, one)
-            )
+            async with asyncio.TaskGroup() as group:
+                for request in asked[begin : begin + ROUND]:
+                    group.create_task(one(made, app, request))
             await nothing_left(made)
-    return told
+    wrong = sum(count for said, count in told.items() if not good(said))
+    listed = ", ".join(f"{said}: {count}" for said, count in sorted(told.items()))
+    seconds = time.monotonic() - begun_s
+    print(f"{what}: {told.total()} in {seconds:.0f} s, wrong {wrong}; {listed}", flush=True)
+    return wrong
 
 
 async def fuzz(
     broken: int, well_formed: int, odd: int, grpc: int, disconnects: int, seed: int
 ) -> int:
     """Returns how many answers are not as they must be."""
-    wrong = 0
 
-    def report(what: str, told: Counter[str], good: Callable[[str], bool], begun_s: float) -> None:
-        nonlocal wrong
-        bad = sum(count for said, count in told.items() if not good(said))
-        wrong += bad
-        listed = ", ".join(f"{said}: {count}" for said, count in sorted(told.items()))
-        seconds = time.monotonic() - begun_s
-        print(f"{what}: {told.total()} in {seconds:.0f} s, wrong {bad}; {listed}", flush=True)
+    def messages(values: draw.Values, count: int) -> list[tuple[pb.GenerateRequest, bool]]:
+        return draw.drawn(st.tuples(values, st.booleans()), count, seed)
 
-    def fine(said: str) -> bool:
-        return not said.startswith(("5", "hangs", "raises"))
-
-    begun_s = time.monotonic()
-    asked = bodies(draw.well_formed, well_formed, seed)
-    told = await rounds(asked, lambda made, app, one: over_http(app, one, named=True))
-    report("well-formed over HTTP", told, lambda said: said.strip() == "200", begun_s)
-    begun_s = time.monotonic()
-    asked = bodies(long_streams, disconnects, seed, [CompletionRequest, ChatRequest])
-    told = await rounds(asked, lambda made, app, one: left_early(app, one))
-    report("disconnects", told, fine, begun_s)
-    begun_s = time.monotonic()
-    messages = draw.drawn(st.tuples(fuzz_messages.WELL_FORMED, st.booleans()), well_formed, seed)
-    told = await rounds(messages, lambda made, app, one: over_grpc(made, one, named=True))
-    report("well-formed over gRPC", told, lambda said: said.strip() == "OK", begun_s)
-    begun_s = time.monotonic()
-    messages = draw.drawn(st.tuples(fuzz_messages.ANY, st.booleans()), grpc, seed)
-    told = await rounds(messages, lambda made, app, one: over_grpc(made, one))
-    report("any values over gRPC", told, fine, begun_s)
-    begun_s = time.monotonic()
-    asked = bodies(draw.broken, broken, seed)
-    told = await rounds(asked, lambda made, app, one: over_http(app, one))
-    report("broken over HTTP", told, fine, begun_s)
-    begun_s = time.monotonic()
-    told = await rounds(
-        draw.drawn(draw.odd(), odd, seed), lambda made, app, one: over_http(app, one)
+    sound = bodies(draw.well_formed, well_formed, seed)
+    leaving = bodies(long_streams, disconnects, seed, [CompletionRequest, ChatRequest])
+    sound_messages = messages(fuzz_messages.WELL_FORMED, well_formed)
+    return (
+        await round_of("well-formed over HTTP", sound, over_http, answered)
+        + await round_of("disconnects", leaving, left_early, fine)
+        + await round_of("well-formed over gRPC", sound_messages, over_grpc, answered)
+        + await round_of("any over gRPC", messages(fuzz_messages.ANY, grpc), over_grpc, fine)
+        + await round_of("broken over HTTP", bodies(draw.broken, broken, seed), over_http, fine)
+        + await round_of("odd over HTTP", draw.drawn(draw.odd(), odd, seed), over_http, fine)
     )
-    report("odd over HTTP", told, fine, begun_s)
-    return wrong
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""HTTP requests drawn by hypothesis from the schemas that the server itself checks by.
+"""HTTP requests drawn by hypothesis, of all fields that the server's own models have.
 
-*Well-formed*: within the ranges that a schema does not state, and sound as a whole. *Broken*: a
+*Well-formed*: within the ranges of each field, and sound as a whole. *Broken*: a
 drawn request in which something is replaced, left out, added or cut off, or in another encoding, or
 any JSON, or any bytes. *Odd*: any method, path and headers. These may still be sound by chance.
 """
@@ -90,7 +90,7 @@ STRUCTURES = ["[a-c]{1,4}", "yes|no"]
 SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
 TOOL = {"type": "function", "function": {"name": "look", "parameters": SCHEMA}}
 
-RANGES: Mapping[str, Values] = {
+RANGES: dict[str, Values] = {
     "model": st.just("tiny"),
     "prompt": TEXT | IDS | st.lists(TEXT | IDS, min_size=1, max_size=3),
     "messages": st.lists(
@@ -137,66 +137,31 @@ RANGES: Mapping[str, Values] = {
     "priority": st.sampled_from(["high", "normal", "low"]),
     "tokens": IDS,
 }
-"""What the schema says no more of than a type, or a server's limits make narrower."""
+RANGES |= {
+    name: st.booleans()
+    for name in (
+        *("stream", "ignore_eos", "echo", "return_token_ids", "parallel_tool_calls"),
+        *("add_special_tokens", "return_token_strs"),
+    )
+}
+RANGES |= dict.fromkeys(("user", "cache_salt"), TEXT)
+RANGES |= {"stream_options": st.fixed_dictionaries({}, optional={"include_usage": st.booleans()})}
+"""Sound values of each field of each request."""
 
 
 NOT_WITH_A_STRUCTURE = ("ignore_eos", "committed_token_ids", "min_tokens", "bad_words")
 
 
-def of_schema(schema: Mapping[str, Any], whole: Mapping[str, Any]) -> Values:
-    """Values of a JSON schema as pydantic writes it."""
-    if "$ref" in schema:
-        return of_schema(whole["$defs"][schema["$ref"].rpartition("/")[2]], whole)
-    for name in ("anyOf", "oneOf", "prefixItems"):
-        if name in schema:
-            return st.one_of([of_schema(each, whole) for each in schema[name]])
-    if "const" in schema:
-        return st.just(schema["const"])
-    if "enum" in schema:
-        return st.sampled_from(schema["enum"])
-    match schema.get("type"):
-        case "string":
-            return st.from_regex(schema["pattern"]) if "pattern" in schema else TEXT
-        case "integer":
-            return st.integers(0, 8)
-        case "number":
-            return st.floats(0, 1)
-        case "boolean":
-            return st.booleans()
-        case "null":
-            return st.none()
-        case "array":
-            return st.lists(of_schema(schema.get("items", {}), whole), max_size=3)
-        case "object" if "properties" in schema:
-            return _object(schema, whole)
-        case "object":
-            return st.dictionaries(TEXT, ANY_JSON, max_size=3)
-    return ANY_JSON
-
-
-def _object(schema: Mapping[str, Any], whole: Mapping[str, Any]) -> Values:
-    required = schema.get("required", ())
-    fields = {
-        name: RANGES[name] if name in RANGES and schema is whole else of_schema(each, whole)
-        for name, each in schema["properties"].items()
-    }
-    if schema is whole and {"messages", "logprobs"} <= fields.keys():
-        fields["logprobs"] = st.booleans()
-    needed = {name: values for name, values in fields.items() if name in required}
-    others = {name: values for name, values in fields.items() if name not in required}
-    return st.builds(
-        lambda base, given: base | given,
-        st.fixed_dictionaries(needed),
-        st.sets(st.sampled_from(sorted(others)), max_size=8).flatmap(
-            lambda names: st.fixed_dictionaries({name: others[name] for name in names})
-        ),
-    )
-
-
 def requests_of(kind: Kind) -> Values:
-    """Fields drawn from the schema of one request, sound or not."""
-    schema = kind.model_json_schema()
-    return of_schema(schema, schema)
+    """Fields of one request, each sound by itself."""
+    fields = {name: RANGES[name] for name in kind.model_fields}
+    if kind is ChatRequest:
+        fields["logprobs"] = st.booleans()
+    needed = {name for name, field in kind.model_fields.items() if field.is_required()}
+    others = sorted(fields.keys() - needed)
+    return st.sets(st.sampled_from(others), max_size=8).flatmap(
+        lambda names: st.fixed_dictionaries({name: fields[name] for name in needed | names})
+    )
 
 
 def well_formed(kind: Kind) -> Values:

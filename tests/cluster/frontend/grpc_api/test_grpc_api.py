@@ -6,23 +6,24 @@ The frontend talks to a pool and a fake replica in the same event loop; contexts
 from __future__ import annotations
 
 import asyncio
-import math
-from collections.abc import AsyncIterator
-from typing import Any
 
 import pytest
 from grpc import StatusCode
 from grpc_health.v1 import health_pb2
 
 from cluster.config_sources import from_args
+from cluster.frontend.grpc_api.api import SERVICE
 from cluster.frontend.grpc_api.handlers import Unparsed
-from cluster.frontend.grpc_api.health import SERVICE
+from cluster.frontend.grpc_api.status import to_status
 from cluster.frontend.status_codes import CODES, MEANINGS
+from cluster.pool.protocol import PoolView
 from protos import lockstep_pb2 as pb
-from scheduler.messages import FinishReason, RejectCode
-from tests.cluster.fakes import CONTEXT, VOCAB, ClockAhead, perfect
+from scheduler.draft_length import CostEstimates
+from scheduler.messages import FinishReason, RejectCode, ReplicaSpec
+from scheduler.state import BatchFigures
+from scheduler.status import PoolStatus, ReplicaStatus
+from tests.cluster.fakes import ClockAhead, perfect
 from tests.cluster.frontend.rig import (
-    CONFIG,
     PROMPT,
     PROMPT_IDS,
     Context,
@@ -57,101 +58,6 @@ async def test_unary_and_stream_give_the_same_answer() -> None:
             assert len(end.replicas) == 1
             assert 0 < end.first_token_s <= end.total_s
             assert not end.HasField("seed")
-
-
-INVALID = [
-    (pb.GenerateRequest(), "prompt"),
-    (pb.GenerateRequest(prompt=""), "prompt"),
-    (pb.GenerateRequest(prompt="x" * (CONFIG.frontend.prompt_bytes_max + 1)), "prompt"),
-    (pb.GenerateRequest(prompt_token_ids=pb.TokenIds()), "prompt_token_ids"),
-    (pb.GenerateRequest(prompt_token_ids=pb.TokenIds(ids=[1, 99999])), "prompt_token_ids"),
-    (pb.GenerateRequest(prompt="x", max_new_tokens=CONTEXT), "max_new_tokens"),
-    (pb.GenerateRequest(prompt="x", max_new_tokens=0), "max_new_tokens"),
-    (pb.GenerateRequest(prompt="x", temperature=math.nan), "temperature"),
-    (pb.GenerateRequest(prompt="x", top_p=math.nan), "top_p"),
-    (pb.GenerateRequest(prompt="x", min_p=-0.1), "min_p"),
-    (pb.GenerateRequest(prompt="x", top_k=-1), "top_k"),
-    (pb.GenerateRequest(prompt="x", draft_len=1000), "draft_len"),
-    (pb.GenerateRequest(prompt="x", timeout_s=1e9), "timeout_s"),
-    (pb.GenerateRequest(prompt="x", timeout_s=math.nan), "timeout_s"),
-    (pb.GenerateRequest(prompt="x", stop=["a"] * 17), "stop"),
-    (pb.GenerateRequest(prompt="x", stop=["a" * 257]), "stop"),
-    (pb.GenerateRequest(prompt="x", stop=[""]), "stop"),
-    (pb.GenerateRequest(prompt="x", stop_token_ids=list(range(2, 67))), "stop_token_ids"),
-    (pb.GenerateRequest(prompt="x", stop_token_ids=[99999]), "stop_token_ids"),
-    (pb.GenerateRequest(prompt="x", request_id="y" * 129), "request_id"),
-    (pb.GenerateRequest(prompt="x", cache_salt="y" * 129), "cache_salt"),
-    (
-        pb.GenerateRequest(prompt="x", max_new_tokens=2, committed_token_ids=[5, 6, 7]),
-        "committed_token_ids",
-    ),
-    (pb.GenerateRequest(prompt="x", committed_token_ids=[99999]), "committed_token_ids"),
-    (pb.GenerateRequest(prompt="x", temperature=1, committed_token_ids=[5]), "seed"),
-    (pb.GenerateRequest(prompt="x", n=2, committed_token_ids=[5]), "committed_token_ids"),
-    (pb.GenerateRequest(prompt="x", n=0), "n"),
-    (pb.GenerateRequest(prompt="x", n=2**31 - 1), "n"),
-    (pb.GenerateRequest(prompt="x", priority=9), "priority"),
-    (pb.GenerateRequest(prompt="x", committed_token_ids=[5] * 200_000), "committed_token_ids"),
-    (pb.GenerateRequest(prompt="x", stop_token_ids=[5] * 200_000), "stop_token_ids"),
-    (pb.GenerateRequest(prompt_token_ids=pb.TokenIds(ids=[5] * 200_000)), "prompt_token_ids"),
-    (pb.GenerateRequest(prompt_token_ids=pb.TokenIds(ids=[5] * 5_000_000)), "request"),
-    (pb.GenerateRequest(prompt="x", request_id="y" * 5_000_000), "request"),
-]
-"""(request, the field that the refusal must name)."""
-
-
-async def test_a_bad_request_is_refused_with_the_name_of_its_field() -> None:
-    async with frontend() as made:
-        for number, (request, field) in enumerate(INVALID):
-            for context in await both(made, request):
-                assert context.code is StatusCode.INVALID_ARGUMENT, number
-                assert context.details.startswith(f"{field}: "), number
-            assert await stream(made, request, Context()) == [pb.GenerateChunk()]
-            assert unfinished(made.service) == 0
-        good = pb.GenerateRequest(prompt="still here", max_new_tokens=3)
-        assert len((await made.Generate(good, Context())).token_ids) == 3
-
-
-@pytest.mark.parametrize(
-    ("fields", "said"),
-    [
-        (
-            {"priority": 9},
-            "priority: must be one of PRIORITY_UNSPECIFIED, PRIORITY_HIGH, PRIORITY_NORMAL,"
-            " PRIORITY_LOW, is 9",
-        ),
-        ({"temperature": math.nan}, "temperature: must be a finite number, is nan"),
-    ],
-    ids=["priority", "temperature"],
-)
-async def test_a_sentence_has_the_field_what_is_allowed_and_the_value(
-    fields: dict[str, Any], said: str
-) -> None:
-    async with frontend(replicas=0) as made:
-        context = Context()
-        await made.Generate(pb.GenerateRequest(prompt="x", **fields), context)
-        assert context.details == said
-
-
-async def test_the_frontend_itself_refuses_before_it_decodes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def refuse(*_args: object) -> None:
-        raise AssertionError("nothing of a refused request is decoded")
-
-    monkeypatch.setattr("cluster.frontend.service.TextStream", refuse)
-    large = {"max_new_tokens": 2_000_000, "committed_token_ids": [5] * 900_000}
-    async with frontend(replicas=0) as made:
-        for request, field in (
-            (pb.GenerateRequest(prompt="x", **large), "max_new_tokens"),
-            (pb.GenerateRequest(prompt="x", committed_token_ids=[VOCAB]), "committed_token_ids"),
-            (pb.GenerateRequest(prompt="x", stop_token_ids=[VOCAB]), "stop_token_ids"),
-            (pb.GenerateRequest(prompt_token_ids=pb.TokenIds(ids=[VOCAB])), "prompt_token_ids"),
-        ):
-            context = Context()
-            await made.Generate(request, context)
-            assert context.code is StatusCode.INVALID_ARGUMENT
-            assert context.details.startswith(f"{field}: ")
 
 
 async def test_a_stop_string_ends_text_and_tokens_at_the_same_place_always(
@@ -246,36 +152,15 @@ async def test_bytes_that_are_no_message_are_refused_as_such() -> None:
     async with frontend() as made:
         calls = [
             lambda context: made.Generate(Unparsed(7), context),
-            lambda context: _first(made.GenerateStream(Unparsed(7), context)),
+            lambda context: anext(made.GenerateStream(Unparsed(7), context)),
             lambda context: made.Status(Unparsed(7), context),
             lambda context: made.Check(Unparsed(7), context),
-            lambda context: _first(made.Watch(Unparsed(7), context)),
         ]
         for call in calls:
             context = Context()
             await call(context)
             assert context.code is StatusCode.INVALID_ARGUMENT
             assert context.details.startswith("request: ")
-
-
-async def _first(answers: AsyncIterator[object]) -> object:
-    return await anext(answers)
-
-
-async def test_watches_of_anybody_keep_nobody_out() -> None:
-    config = from_args({"frontend": {"watches_max": 2}})
-    async with frontend(config=config) as made:
-        watches = [made.Watch(health_pb2.HealthCheckRequest(), Context()) for _ in range(2)]
-        for watch in watches:
-            await anext(watch)
-        context = Context()
-        await _first(made.Watch(health_pb2.HealthCheckRequest(), context))
-        assert context.code is StatusCode.RESOURCE_EXHAUSTED
-        assert int(context.trailing["retry-after"]) >= 1
-        await watches[0].aclose()
-        answer = await _first(made.Watch(health_pb2.HealthCheckRequest(), Context()))
-        assert answer.status == health_pb2.HealthCheckResponse.SERVING
-        await made.Generate(pb.GenerateRequest(prompt="x", max_new_tokens=2), Context())
 
 
 async def test_health_knows_the_service_and_whether_a_replica_is_ready() -> None:
@@ -287,8 +172,10 @@ async def test_health_knows_the_service_and_whether_a_replica_is_ready() -> None
         context = Context()
         await made.Check(health_pb2.HealthCheckRequest(service="other"), context)
         assert context.code is StatusCode.NOT_FOUND
-        answer = await _first(made.Watch(health_pb2.HealthCheckRequest(), Context()))
-        assert answer.status == states.SERVING
+        for call in (made.List, lambda *args: anext(made.Watch(*args))):
+            context = Context()
+            await call(health_pb2.HealthCheckRequest(), context)
+            assert context.code is StatusCode.UNIMPLEMENTED
     async with frontend(replicas=0) as made:
         answer = await made.Check(health_pb2.HealthCheckRequest(), Context())
         assert answer.status == states.NOT_SERVING
@@ -303,8 +190,27 @@ async def test_status_counts_what_was_done() -> None:
         assert status.acceptance == pytest.approx(status.accepted_tokens / status.draft_tokens)
         assert status.replicas[0].kv_blocks_free == status.replicas[0].kv_blocks
         assert (status.waiting_tokens, status.outstanding_tokens) == (0, 0)
-        assert (status.preempted, status.moved, status.recovered) == (0, 0, 0)
+        assert status.recovered == 0
         assert status.tokens_per_s > 0
+
+
+def test_a_status_answer_has_what_replicas_say_and_the_sums_of_their_figures() -> None:
+    spec = ReplicaSpec(kv_blocks=100, block_size=16, context_len=512, vocab_size=320)
+    expected = CostEstimates(5, 2, 0.03, 0.004, 0.8, 0.6)
+    replicas = tuple(
+        ReplicaStatus(id=name, spec=spec, figures=figures, estimates=expected)
+        for name, figures in (
+            ("a", BatchFigures(step_batches=3, spread_sum=12)),
+            ("b", BatchFigures(step_batches=1, spread_sum=5)),
+        )
+    )
+    answer = to_status(PoolView("one", 2.0, PoolStatus(0, 0, replicas, finished={})))
+    assert (answer.batches, answer.batch_spread_sum) == (4, 17)
+    for replica in answer.replicas:
+        assert replica.vocab_size == 320
+        for field, value in replica.cost_estimates.ListFields():
+            assert value == getattr(expected, field.name)
+        assert len(replica.cost_estimates.ListFields()) == 4
 
 
 def test_the_table_of_statuses_is_complete() -> None:

@@ -10,13 +10,17 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.frontend.http_api.test_http import http_frontend
-from tests.cluster.frontend.http_api.test_openai import events, post, served
-from tests.cluster.frontend.http_api.test_openai_decoding import served as served_tiny, text
-from tests.cluster.frontend.http_api.test_tokens_api import beginning
+from tests.cluster.frontend.http_rig import (
+    TEXT,
+    beginning,
+    events,
+    http_frontend,
+    post,
+    served,
+    served_tiny,
+    tiny_text,
+)
 from tests.cluster.frontend.rig import PROMPT, PROMPT_IDS
-from tests.cluster.frontend.test_chat import TEXT
-from tests.cluster.frontend.tools.test_tools import ASKED, HERMES_TEMPLATE, served_with
 
 BEGIN = "<s>"
 """That token has the id 0; a text becomes tokens with one before it."""
@@ -50,7 +54,7 @@ async def test_an_echo_has_the_special_tokens_that_were_given(
 async def test_special_tokens_of_an_answer_take_no_place_in_its_text() -> None:
     async with served_tiny() as (_made, app):
         asked: dict[str, Any] = {"prompt": "x = ", "max_tokens": 3, "logprobs": 0}
-        asked |= {"ignore_eos": True, "logit_bias": {str(text().eos_token_ids[0]): 100}}
+        asked |= {"ignore_eos": True, "logit_bias": {str(tiny_text().eos_token_ids[0]): 100}}
         [choice] = (await post(app, "completions", **asked)).json["choices"]
         assert (choice["text"], choice["logprobs"]["text_offset"]) == ("", [0, 0, 0])
 
@@ -67,31 +71,6 @@ async def test_whole_answers_to_several_prompts_each_repeat_their_own() -> None:
             assert other == one | {"text": echo + one["text"]}
         assert [choice["index"] for choice in echoed] == [0, 1, 2, 3]
         assert (usage["prompt_tokens"], usage["completion_tokens"]) == (len(PROMPT_IDS) + 1, 80)
-
-
-@pytest.mark.parametrize("stream", [True, False])
-@pytest.mark.parametrize(
-    ("path", "fields"),
-    [("completions", {"prompt": PROMPT}), ("chat/completions", {"messages": ASKED})],
-)
-async def test_an_answer_without_new_tokens_tells_of_its_prompt(
-    path: str, fields: dict[str, Any], stream: bool
-) -> None:
-    async with served_with(HERMES_TEMPLATE) as (_made, app):
-        plain = await post(app, path, **fields, prompt_logprobs=1, max_tokens=1)
-        [expected] = [one["prompt_logprobs"] for one in plain.json["choices"]]
-        asked = fields | {"prompt_logprobs": 1, "max_tokens": 0, "n": 2, "stream": stream}
-        asked |= {"stream_options": {"include_usage": True}} if stream else {}
-        answer = await post(app, path, **asked)
-        parts = events(answer) if stream else [answer.json]
-        assert parts[-1]["usage"]["completion_tokens"] == 0
-        choices = [choice for part in parts for choice in part["choices"]]
-        for index in range(2):
-            own = [choice for choice in choices if choice["index"] == index]
-            assert [one["prompt_logprobs"] for one in own if "prompt_logprobs" in one] == [expected]
-            said = [one.get("message") or one.get("delta") or one for one in own]
-            assert not any(one.get("content") or one.get("text") for one in said)
-            assert own[-1]["finish_reason"] == "length"
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -5,25 +5,21 @@ Requests are given to the ASGI application in the frontend's own event loop.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import threading
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
-from fastapi import FastAPI
 
 from cluster.config_sources import from_args
 from cluster.frontend.admission.keys import add, hash_of
-from cluster.frontend.http_api.app import http_app
 from cluster.frontend.json_text import parsed_json
 from tests.cluster.fakes import perfect
-from tests.cluster.frontend.rig import PROMPT, PROMPT_IDS, frontend
+from tests.cluster.frontend.http_rig import http, http_frontend
+from tests.cluster.frontend.rig import PROMPT, PROMPT_IDS
 
-JSON = {"content-type": "application/json"}
 BODY = json.dumps({"model": "tiny", "prompt": "x", "max_tokens": 1}).encode()
 
 
@@ -33,83 +29,18 @@ def asking(**fields: Any) -> bytes:
     return json.dumps(plain | fields).encode()
 
 
-class Answer:
-    """What an ASGI application sent."""
-
-    def __init__(self, sent: list[dict[str, Any]]) -> None:
-        self.status: int = sent[0]["status"]
-        self.headers = {name.decode(): value.decode() for name, value in sent[0]["headers"]}
-        self.body = b"".join(message.get("body", b"") for message in sent[1:])
-
-    @property
-    def json(self) -> Any:
-        return json.loads(self.body)
-
-    @property
-    def error(self) -> dict[str, Any]:
-        found: dict[str, Any] = self.json["error"]
-        return found
-
-
-async def http(
-    app: FastAPI,
-    body: bytes = b"",
-    path: str = "/v1/completions",
-    headers: dict[str, str] | None = None,
-    client: str | None = "127.0.0.1",
-    parts: int = 1,
-    gone: asyncio.Event | None = None,
-    ends: bool = True,
-    method: str = "",
-) -> Answer:
-    """One request, its body in so many parts; the client leaves when `gone` is set, and does not
-    say that its body ends unless it `ends`."""
-    size = -(-len(body) // parts) or 1
-    chunks = [body[at : at + size] for at in range(0, max(len(body), 1), size)]
-    incoming = [
-        {"type": "http.request", "body": chunk, "more_body": not ends or n + 1 < len(chunks)}
-        for n, chunk in enumerate(chunks)
-    ]
-    sent: list[dict[str, Any]] = []
-
-    async def receive() -> dict[str, Any]:
-        if not incoming:
-            await (gone or asyncio.Event()).wait()
-            return {"type": "http.disconnect"}
-        return incoming.pop(0)
-
-    async def send(message: Any) -> None:
-        sent.append(dict(message))
-
-    scope = {
-        "type": "http",
-        "http_version": "1.1",
-        "method": method or ("POST" if body or path == "/v1/completions" else "GET"),
-        "path": path,
-        "raw_path": path.encode(),
-        "query_string": b"",
-        "root_path": "",
-        "scheme": "http",
-        "server": ("127.0.0.1", 8000),
-        "client": None if client is None else (client, 5000),
-        "headers": [(k.encode(), v.encode()) for k, v in (JSON | (headers or {})).items()],
-    }
-    await app(scope, receive, send)
-    return Answer(sent)
-
-
-@asynccontextmanager
-async def http_frontend(**options: Any) -> AsyncIterator[FastAPI]:
-    async with frontend(**options) as made:
-        yield http_app(made.service)
-
-
 async def test_http_serves_and_refuses_as_grpc_does(tmp_path: Path) -> None:
     keys = tmp_path / "keys.yaml"
     key = add(keys, "alice", tokens_per_minute=100)
+    counted: list[str] = []
+
+    def sink(name: str, _value: float, tags: Mapping[str, str]) -> None:
+        if name == "lockstep_calls_refused":
+            counted.append(tags["status"])
+
     # Enough that the rate is not whole again for half a minute.
     body = asking(max_tokens=60)
-    async with http_frontend(config=from_args({"keys_file": str(keys)})) as app:
+    async with http_frontend(config=from_args({"keys_file": str(keys)}), sink=sink) as app:
         headers = {"authorization": f"Bearer {key}"}
         good = await http(app, body, headers=headers, client="192.0.2.7", parts=5)
         assert good.status == 200
@@ -125,6 +56,8 @@ async def test_http_serves_and_refuses_as_grpc_does(tmp_path: Path) -> None:
         assert int(over.headers["retry-after"]) >= 1
         for path in ("/healthz", "/readyz", "/health"):
             assert (await http(app, path=path, client="192.0.2.7")).status == 200
+    refused_for = ["UNAUTHENTICATED", "UNAUTHENTICATED", "PERMISSION_DENIED", "RESOURCE_EXHAUSTED"]
+    assert counted == refused_for
 
 
 BAD_BODIES = [
@@ -273,26 +206,21 @@ async def test_no_page_may_read_an_answer_unless_it_is_named() -> None:
                 assert not any(name.startswith("access-control-") for name in one.headers)
 
 
-async def test_the_one_key_and_the_name_of_the_model() -> None:
+async def test_the_one_key_opens_by_any_name_of_the_server_and_for_no_foreign_page() -> None:
+    """And the model has the name that it is served by."""
     auth = {"api_key_sha256": hash_of("ours")}
     config = from_args({"auth": auth, "server": {"served_model_name": "name"}})
     async with http_frontend(config=config) as app:
-        for key, status in (("ours", 200), ("theirs", 401)):
-            headers = {"authorization": f"Bearer {key}"}
-            assert (await http(app, asking(model="name"), headers=headers)).status == status
-        headers = {"authorization": "Bearer ours"}
-        models = json.loads((await http(app, path="/v1/models", headers=headers)).body)
+        ours, theirs = (
+            {"authorization": f"Bearer {key}", "host": "lockstep.example"}
+            for key in ("ours", "theirs")
+        )
+        for headers, model, status in (
+            (ours, "name", 200),
+            (theirs, "name", 401),
+            (ours, "tiny", 404),
+            (ours | {"origin": "https://evil.example"}, "name", 403),
+        ):
+            assert (await http(app, asking(model=model), headers=headers)).status == status
+        models = (await http(app, path="/v1/models", headers=ours)).json
         assert [model["id"] for model in models["data"]] == ["name"]
-        for name, status in (("name", 200), ("tiny", 404)):
-            body = json.dumps({"model": name, "prompt": "x", "max_tokens": 1}).encode()
-            answer = await http(app, body, path="/v1/completions", headers=headers)
-            assert answer.status == status
-
-
-async def test_with_keys_any_name_may_be_used_and_no_foreign_page(tmp_path: Path) -> None:
-    path = tmp_path / "keys.yaml"
-    key = {"authorization": f"Bearer {add(path, 'alice')}", "host": "lockstep.example"}
-    async with http_frontend(config=from_args({"keys_file": str(path)})) as app:
-        assert (await http(app, BODY, headers=key)).status == 200
-        foreign = key | {"origin": "https://evil.example"}
-        assert (await http(app, BODY, headers=foreign)).status == 403

@@ -1,55 +1,39 @@
 """Proves: OpenAI's API gives the answers of the gRPC API, whole and streamed, in OpenAI's shapes; a
-parameter that is not supported or wrong is refused by its name; a client that
-leaves cancels its call.
+call that is cancelled, as Serve does where a client leaves, leaves nothing.
+
+Null in place of a field asks for nothing, wherever the field stands; in a JSON schema and in what a
+template is told null is a value.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import suppress
 from typing import Any
 
 import pytest
-from fastapi import FastAPI
+from starlette.types import Receive, Scope, Send
 
-from cluster.config import ClusterConfig
 from cluster.config_sources import from_args
-from cluster.frontend.grpc_api.api import GrpcApi
-from cluster.frontend.http_api.app import http_app
+from cluster.frontend.http_api.openai_answers import OpenAIAnswer
 from cluster.frontend.http_api.openai_models import UNSUPPORTED
 from protos import lockstep_pb2 as pb
-from tests.cluster.frontend.http_api.test_http import Answer, http
-from tests.cluster.frontend.rig import CONFIG, PROMPT, Context, frontend, unfinished
-from tests.cluster.frontend.test_chat import TEXT, TURNS, messages
+from tests.cluster.frontend.http_rig import (
+    ASKED,
+    HERMES_TEMPLATE,
+    MODEL,
+    TURNS,
+    TURNS_JSON,
+    events,
+    http,
+    messages,
+    post,
+    served,
+    served_tiny,
+)
+from tests.cluster.frontend.rig import PROMPT, Context, unfinished
 from tests.cluster.wire import until
-
-MODEL = "tiny"
-TURNS_JSON = [{"role": role, "content": content} for role, content in TURNS]
-
-
-@asynccontextmanager
-async def served(
-    config: ClusterConfig = CONFIG, **options: Any
-) -> AsyncIterator[tuple[GrpcApi, FastAPI]]:
-    async with frontend(config=config, text=TEXT, **options) as made:
-        yield made, http_app(made.service)
-
-
-async def post(
-    app: FastAPI, path: str, headers: dict[str, str] | None = None, **fields: Any
-) -> Answer:
-    body = json.dumps({"model": MODEL} | fields).encode()
-    return await http(app, body, path=f"/v1/{path}", headers=headers)
-
-
-def events(answer: Answer) -> list[dict[str, Any]]:
-    """Of a stream that came to its proper end."""
-    assert (answer.status, answer.headers["content-type"]) == (200, "text/event-stream")
-    lines = answer.body.decode().split("\n\n")
-    assert lines[-2:] == ["data: [DONE]", ""]
-    return [json.loads(line.partition("data: ")[2]) for line in lines[:-2]]
 
 
 @pytest.mark.parametrize("chat", [True, False])
@@ -128,125 +112,6 @@ async def test_an_answer_of_one_sequence_says_how_speculation_went() -> None:
         assert "metrics" not in several
 
 
-SCHEMA = {"name": "a", "schema": {"type": "thing"}}
-OF_FORMAT = "response_format.json_schema"
-IMAGE = [{"role": "user", "content": [{"type": "image_url"}]}]
-WRONG = [
-    {"logprobs": 21},
-    {"frequency_penalty": 2.5},
-    {"repetition_penalty": 0},
-    {"logit_bias": {"x": 1}},
-    {"logit_bias": {"1": 101}},
-    {"logit_bias": {"9999": 1}},
-    {"max_tokens": 5, "min_tokens": 6},
-    {"bad_words": [""]},
-    {"structured_outputs": {}},
-    {"structured_outputs": {"regex": "("}},
-    {"temprature": 1},
-    {"temperature": "hot"},
-    {"temperature": -1},
-    {"top_k": -2},
-    {"top_p": 3},
-    {"max_tokens": 0},
-    {"max_tokens": 10**6},
-    {"max_tokens": 1.5},
-    {"n": 0},
-    {"n": 129},
-    {"stop": 5},
-    {"stop": [""]},
-    {"seed": -1},
-    {"user": "y" * 129},
-    {"messages": []},
-    {"prompt": ""},
-    {"prompt": []},
-    {"prompt": [1, "x"]},
-    {"prompt": [True]},
-    {"prompt": [[9999]]},
-    {"prompt": ["x"] * 129},
-    {"prompt": None},
-    {"stream_options": {}},
-]
-"""Fields of a completion, the last of which is wrong."""
-WRONG_CHAT = [
-    {"messages": []},
-    {"messages": "x"},
-    {"messages": [{"role": "tool", "content": "x"}]},
-    {"response_format": {"type": "json_schema"}},
-    {"response_format": {"type": "json_schema", "json_schema": SCHEMA}},
-    {"top_logprobs": 2},
-    {"logprobs": True, "top_logprobs": 21},
-    {"max_completion_tokens": 10**6},
-    {"tool_choice": "sometimes"},
-]
-INNER = [
-    ({"messages": [{"role": "user"}]}, "messages.0.content"),
-    ({"messages": IMAGE}, "messages.0.content"),
-    ({"tools": [{}]}, "tools.0.type"),
-    ({"structured_outputs": {"json": 5}}, "structured_outputs.json"),
-    ({"response_format": {"type": "json_schema", "json_schema": {}}}, f"{OF_FORMAT}.schema"),
-    ({"logit_bias": {"5": None}}, "logit_bias.5"),
-]
-"""And the place in it that is wrong."""
-
-
-@pytest.mark.parametrize("stream", [True, False])
-async def test_a_wrong_parameter_is_named(stream: bool) -> None:
-    prompt, talk = {"prompt": "x"}, {"messages": TURNS_JSON}
-    cases = [("completions", prompt | fields, next(reversed(fields))) for fields in WRONG]
-    cases += [("chat/completions", talk | each, next(reversed(each))) for each in WRONG_CHAT]
-    cases += [("chat/completions", talk | fields, place) for fields, place in INNER]
-    cases += [("completions", prompt | {name: "x"}, name) for name in UNSUPPORTED]
-    cases += [("chat/completions", talk | {name: "x"}, name) for name in UNSUPPORTED]
-    async with served(replicas=0) as (_made, app):
-        for path, fields, param in cases:
-            streaming = stream and "stream_options" not in fields
-            answer = await post(app, path, **fields, stream=streaming)
-            assert answer.status == 400, fields
-            assert answer.error["type"] == "invalid_request_error"
-            assert answer.error["param"] == param, fields
-            assert answer.error["message"].startswith(f"{param}: ")
-
-
-A_MODE = "must be 'none', 'auto' or 'required' or a mapping, is"
-SAID = [
-    ({"stop": 5}, "stop: must be a text or a list of texts, is 5"),
-    ({"logit_bias": {"x": 1}}, "logit_bias: the keys must be token ids, one is 'x'"),
-    (
-        {"tools": [{"type": "function", "function": {"name": "a b"}}]},
-        "tools.0.function.name: must be 1 to 64 of the characters a-z, A-Z, 0-9, '_', '.' and '-',"
-        " is 'a b'",
-    ),
-    ({"tool_choice": "sometimes"}, f"tool_choice: {A_MODE} 'sometimes'"),
-    ({"tool_choice": 5}, f"tool_choice: {A_MODE} 5"),
-    (
-        {"structured_outputs": {"json": 5}},
-        "structured_outputs.json: must be a mapping or a text, is 5",
-    ),
-    (
-        {"messages": [{"role": "user", "content": 5}]},
-        "messages.0.content: must be a text or a list of parts of type text, is 5",
-    ),
-    ({"n": 0}, "n: must be at least 1, is 0"),
-    ({"top_p": 3}, "top_p: must be in (0, 1], is 3.0"),
-    (
-        {"tool_choice": {"type": "function", "functoin": {"name": "x"}}},
-        "tool_choice.function: must be given; "
-        "tool_choice.functoin: unknown name; did you mean function?",
-    ),
-]
-"""Fields of a chat, and the whole sentence on what is wrong with them."""
-
-
-async def test_a_sentence_has_the_field_what_is_allowed_and_the_value() -> None:
-    async with served(replicas=0) as (_made, app):
-        for fields, said in SAID:
-            answer = await post(app, "chat/completions", **({"messages": TURNS_JSON} | fields))
-            assert answer.error["message"] == said
-        answer = await post(app, "completions", prompt=[1, "x"])
-        allowed = "must be a text, a list of token ids, or a list of either"
-        assert answer.error["message"] == f"prompt: {allowed}, is [1, 'x']"
-
-
 async def test_what_asks_for_nothing_is_taken() -> None:
     async with served() as (_made, app):
         neutral: dict[str, Any] = {
@@ -280,14 +145,87 @@ async def test_an_error_behind_the_first_event_is_the_last_event() -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_client_that_leaves_cancels_its_call(stream: bool) -> None:
+async def test_an_unexpected_error_is_logged_and_told_without_its_text(
+    stream: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with served() as (made, app):
+        of = "events" if stream else "whole"
+        monkeypatch.setattr(OpenAIAnswer, of, lambda *_args: 1 // 0)
+
+        async def served_on(scope: Scope, receive: Receive, send: Send) -> None:
+            with suppress(ZeroDivisionError):
+                await app(scope, receive, send)
+
+        answer = await post(served_on, "completions", prompt=PROMPT, max_tokens=4, stream=stream)
+        said = answer.body.partition(b"data: ")[2] if stream else answer.body
+        assert answer.status == (200 if stream else 500)
+        assert json.loads(said)["error"]["code"] == "INTERNAL"
+        assert b"division" not in said
+        await until(lambda: not unfinished(made.service))
+    assert "ZeroDivisionError" in caplog.text
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_call_that_is_cancelled_leaves_no_sequence(stream: bool) -> None:
     async with served(step_s=0.02) as (made, app):
-        gone = asyncio.Event()
         body = json.dumps(
             {"model": MODEL, "prompt": PROMPT, "max_tokens": 400, "n": 2, "stream": stream}
         ).encode()
-        asking = asyncio.ensure_future(http(app, body, path="/v1/completions", gone=gone))
+        asking = asyncio.ensure_future(http(app, body, path="/v1/completions"))
         await until(lambda: unfinished(made.service) == 2)
-        gone.set()
+        asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
         await until(lambda: not unfinished(made.service))
+
+
+# --------------------------------------------------------------------------- nulls
+
+
+A_CALL = {"id": "c", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+TURN = {"role": "assistant", "content": "", "tool_calls": [A_CALL]}
+NULL = {"type": "function", "function": {"name": "look", "parameters": {"const": None}}}
+PLAIN: dict[str, Any] = {
+    "messages": [*ASKED, TURN],
+    "tools": [NULL],
+    "max_tokens": 20,
+    "temperature": 0,
+    "stream": True,
+    "stream_options": {"include_usage": True},
+}
+UNSET: dict[str, Any] = PLAIN | {
+    "messages": [*ASKED, TURN | {"refusal": None, "tool_calls": [A_CALL | {"index": None}]}],
+    "tools": [NULL | {"function": NULL["function"] | {"strict": None, "description": None}}],
+    "response_format": {"type": "text", "json_schema": None},
+    "stream_options": {"include_usage": True, "include_obfuscation": None},
+}
+
+
+async def test_null_is_a_field_that_is_not_there() -> None:
+    async with served_tiny(HERMES_TEMPLATE) as (_made, app):
+        told = []
+        for fields in (PLAIN, UNSET):
+            *chunks, last = events(await post(app, "chat/completions", **fields))
+            said = [chunk["choices"][0]["delta"].get("content", "") for chunk in chunks]
+            asked = {name: fields[name] for name in ("messages", "tools")}
+            tokens = (await post(app, "/tokenize", **asked)).json["tokens"]
+            assert last["usage"]["prompt_tokens"] == len(tokens)
+            told.append(("".join(said), tokens))
+        assert told[0] == told[1]
+
+
+async def test_null_is_a_value_where_names_are_the_clients_own() -> None:
+    async with served_tiny() as (_made, app):
+        schema = {"name": "x", "strict": None, "schema": {"const": None}}
+        for shape in (
+            {"response_format": {"type": "json_schema", "json_schema": schema}},
+            {"structured_outputs": {"json": {"const": None}, "regex": None}},
+        ):
+            answer = await post(app, "completions", prompt="x = ", max_tokens=20, **shape)
+            assert answer.json["choices"][0]["text"] == "null"
+    template = "{% if style is defined and style is none %}x{% endif %}{{ messages[0].content }}"
+    async with served_tiny(template) as (_made, app):
+        said = [
+            await post(app, "/tokenize", messages=ASKED, chat_template_kwargs=options)
+            for options in ({}, {"style": None})
+        ]
+        assert said[0].json["count"] < said[1].json["count"]

@@ -8,8 +8,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from functools import cache
 from typing import Any
 
@@ -22,22 +20,16 @@ from pydantic import BaseModel
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from cluster.client.retry import Continuation
-from cluster.frontend.grpc_api.api import GrpcApi
-from cluster.frontend.http_api.app import http_app
 from cluster.frontend.http_api.openai_fields import Message
 from cluster.frontend.http_api.openai_models import ChatRequest, CompletionRequest
-from cluster.frontend.target_text import TargetText
 from cluster.frontend.tools.use import CalledFunction, CallTurn, Function
 from protos import lockstep_pb2 as pb
-from replicas.config import ReplicaConfig
 from replicas.demo import TARGET_DIR
-from replicas.replica import Replica
-from tests.cluster.frontend.http_api.test_openai import events, post
-from tests.cluster.frontend.rig import CONFIG, Context, frontend, stream
+from tests.cluster.frontend.http_rig import events, post, served_tiny, tiny_text
+from tests.cluster.frontend.rig import Context, stream
 from tests.cluster.scripted import joined
 
 PROMPT = "def add(a, b):\n"
-PAIR = ReplicaConfig(target="tiny", device="cpu", torch_threads=1, kv_blocks=256, calibrate=False)
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -50,11 +42,6 @@ SCHEMA = {
 
 
 @cache
-def text() -> TargetText:
-    return TargetText.load(PAIR)
-
-
-@cache
 def model() -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(TARGET_DIR).eval()
 
@@ -62,13 +49,6 @@ def model() -> PreTrainedModel:
 def log_softmax(ids: list[int]) -> torch.Tensor:  # [tokens, vocab]
     with torch.no_grad():
         return model()(torch.tensor([ids])).logits[0].log_softmax(-1)
-
-
-@asynccontextmanager
-async def served() -> AsyncIterator[tuple[GrpcApi, FastAPI]]:
-    config = CONFIG.model_copy(update={"replica": PAIR})
-    async with frontend(config=config, load=lambda: Replica.load(PAIR), text=text()) as made:
-        yield made, http_app(made.service)
 
 
 async def whole(app: FastAPI, **fields: Any) -> dict[str, Any]:
@@ -174,7 +154,7 @@ show."""
 
 async def test_both_edges_give_the_same_tokens_for_the_same_fields() -> None:
     """And other ones than without them, so that none is ignored."""
-    async with served() as (made, app):
+    async with served_tiny() as (made, app):
         plain = (await whole(app, prompt=PROMPT, max_tokens=24, temperature=0))["text"]
         for fields, http_fields in SAME:
             given = {"prompt": PROMPT} if fields is not IDS else {}
@@ -190,34 +170,27 @@ async def test_both_edges_give_the_same_tokens_for_the_same_fields() -> None:
     assert named == {name for name, http in HTTP_OF_GRPC.items() if http}
 
 
-async def test_both_edges_give_the_same_choices_those_of_requests_for_one() -> None:
-    """Whole and in a stream; a request for one continues a choice, too."""
-    fields = {"prompt": PROMPT, "temperature": 1, "seed": 2**63 - 2}
-    async with served() as (made, app):
-        several = pb.GenerateRequest(**fields, max_new_tokens=24, n=3)
+async def test_both_edges_give_the_same_choices() -> None:
+    fields = {"prompt": PROMPT, "temperature": 1, "seed": 2**63 - 2, "n": 3}
+    async with served_tiny() as (made, app):
+        several = pb.GenerateRequest(**fields, max_new_tokens=24)
         first = await made.Generate(several, Context())
-        answers = [first, *first.others]
         chunks = await stream(made, several, Context())
-        said = await post(app, "completions", **fields, max_tokens=24, n=3, return_token_ids=True)
-        for index, (answer, choice) in enumerate(zip(answers, said.json["choices"], strict=True)):
+        said = await post(app, "completions", **fields, max_tokens=24, return_token_ids=True)
+        answers = zip([first, *first.others], said.json["choices"], strict=True)
+        for index, (answer, choice) in enumerate(answers):
             assert answer.index == choice["index"] == index
-            assert answer.text == choice["text"]
-            assert list(answer.token_ids) == choice["token_ids"]
+            assert (answer.text, answer.token_ids) == (choice["text"], choice["token_ids"])
             own = [chunk for chunk in chunks if chunk.index == index]
-            assert joined(own) == (answer.text, choice["token_ids"])
+            assert joined(own) == (choice["text"], choice["token_ids"])
             assert [chunk.HasField("end") for chunk in own] == [False] * (len(own) - 1) + [True]
-            seed = (fields["seed"] + index) % 2**63
-            assert own[-1].end.seed == answer.end.seed == seed
-            one = pb.GenerateRequest(prompt=PROMPT, temperature=1, seed=seed, max_new_tokens=24)
-            one.committed_token_ids.extend(answer.token_ids[:9])
-            assert (await made.Generate(one, Context())).token_ids == answer.token_ids[9:]
-        assert len({answer.text for answer in answers}) == 3
+            assert own[-1].end.seed == answer.end.seed == (fields["seed"] + index) % 2**63
         assert [chunk.HasField("seed") for chunk in chunks] == [True] + [False] * (len(chunks) - 1)
         assert chunks[0].seed == fields["seed"]
 
 
 async def test_log_probabilities_are_those_of_transformers_on_both_edges() -> None:
-    async with served() as (made, app):
+    async with served_tiny() as (made, app):
         fields = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0, "logprobs": 3}
         said = await whole(app, **fields, echo=True, return_token_ids=True)
         ids = said["prompt_token_ids"] + said["token_ids"]
@@ -265,6 +238,11 @@ async def test_log_probabilities_are_those_of_transformers_on_both_edges() -> No
         assert scored["text"] == PROMPT
         assert scored["finish_reason"] == "length"
         assert scored["logprobs"] == of_prompt
+        nothing_new = {"max_tokens": 0, "stream": True, "echo": True}
+        streamed = await post(app, "completions", **fields | nothing_new)
+        first, last = [event["choices"][0] for event in events(streamed)]
+        assert (first["text"], first["logprobs"]) == (PROMPT, of_prompt)
+        assert (last["text"], last["finish_reason"]) == ("", "length")
         asked.max_new_tokens = 0
         alone = await made.Generate(asked, Context())
         assert alone.end.prompt_logprobs == answer.end.prompt_logprobs
@@ -283,7 +261,7 @@ async def test_log_probabilities_are_those_of_transformers_on_both_edges() -> No
 
 
 async def test_the_usage_counts_what_of_a_prompt_was_there_already() -> None:
-    async with served() as (_made, app):
+    async with served_tiny() as (_made, app):
         for cached in (0, 48):
             answer = await post(app, "completions", prompt=PROMPT * 8, max_tokens=1)
             usage = answer.json["usage"]
@@ -292,7 +270,7 @@ async def test_the_usage_counts_what_of_a_prompt_was_there_already() -> None:
 
 async def test_structured_answers_are_what_was_asked_for() -> None:
     """Sampled, several at once; those that end within the limit."""
-    async with served() as (_made, app):
+    async with served_tiny() as (_made, app):
         fields = {"prompt": "x = ", "max_tokens": 120, "n": 6, "temperature": 1, "seed": 0}
         shape = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}
         answers = await asyncio.gather(
@@ -321,9 +299,9 @@ async def test_structured_answers_are_what_was_asked_for() -> None:
 
 
 async def test_committed_tokens_that_the_grammar_does_not_allow_are_refused() -> None:
-    async with served() as (_made, app):
+    async with served_tiny() as (_made, app):
         fields = {"prompt": "x = ", "seed": 1, "structured_outputs": {"choice": ["ja", "nein"]}}
-        for ids, status in ((list(text().encode("ja")[:1]), 200), ([130, 200], 400)):
+        for ids, status in ((list(tiny_text().encode("ja")[:1]), 200), ([130, 200], 400)):
             answer = await post(app, "completions", **fields, committed_token_ids=ids)
             assert answer.status == status
         assert answer.json["error"]["param"] == "committed_token_ids"
@@ -331,9 +309,9 @@ async def test_committed_tokens_that_the_grammar_does_not_allow_are_refused() ->
 
 @pytest.mark.parametrize("told", [{"echo": True, "logprobs": 1}, {"prompt_logprobs": 1}])
 async def test_committed_tokens_may_have_ended_the_answer(told: dict[str, Any]) -> None:
-    async with served() as (_made, app):
-        ids = list(text().encode("the end"))
+    async with served_tiny() as (_made, app):
+        ids = list(tiny_text().encode("the end"))
         said = await whole(app, prompt=PROMPT, seed=1, committed_token_ids=ids, stop="end", **told)
         of_prompt = said.get("prompt_logprobs") or said["logprobs"]["token_logprobs"]
-        assert of_prompt == [None] * len(text().encode(PROMPT))
+        assert of_prompt == [None] * len(tiny_text().encode(PROMPT))
         assert said["finish_reason"] == "stop"

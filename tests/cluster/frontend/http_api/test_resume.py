@@ -17,11 +17,17 @@ from fastapi import FastAPI
 
 from cluster.config_sources import from_args
 from cluster.frontend.grpc_api.api import GrpcApi
-from tests.cluster.frontend.http_api.test_http import Answer
-from tests.cluster.frontend.http_api.test_openai import TURNS_JSON, post, served
-from tests.cluster.frontend.http_api.test_openai_decoding import served as served_tiny
+from tests.cluster.frontend.http_rig import (
+    ASKED,
+    HERMES_TEMPLATE,
+    TOOLS,
+    TURNS_JSON,
+    Answer,
+    post,
+    served,
+    served_tiny,
+)
 from tests.cluster.frontend.rig import CONFIG, PROMPT
-from tests.cluster.frontend.tools.test_tools import ASKED, HERMES_TEMPLATE, TOOLS, served_with
 
 Frontend = Callable[[], AbstractAsyncContextManager[tuple[GrpcApi, FastAPI]]]
 Event = tuple[str, dict[str, Any]]
@@ -45,7 +51,7 @@ CASES: dict[str, tuple[Frontend, str, dict[str, Any]]] = {
     "chat": (slow, CHAT, {"messages": TURNS_JSON} | TEXTS),
     "greedy": (slow, COMPLETIONS, {"prompt": PROMPT} | TEXTS | {"temperature": 0}),
     "choices of two prompts": (served_tiny, COMPLETIONS, SEVERAL | TEXTS),
-    "calls": (partial(served_with, HERMES_TEMPLATE), CHAT, {"messages": ASKED} | CALLS | LOGPROBS),
+    "calls": (partial(served_tiny, HERMES_TEMPLATE), CHAT, {"messages": ASKED} | CALLS | LOGPROBS),
 }
 
 

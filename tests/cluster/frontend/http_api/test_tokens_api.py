@@ -1,41 +1,38 @@
 """Proves: /tokenize and /detokenize make tokens of texts and conversations, and texts of tokens, as
-a call would, for the model and within the sizes that a call may have.
+a call would, for the model and within the sizes that a call may have. Tokens have names also where
+llguidance cannot read the tokenizer; no request waits for the names to be made.
 """
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from fastapi import FastAPI
-from tokenizers.processors import TemplateProcessing
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from cluster.config_sources import from_args
-from tests.cluster.fakes import tokenizer
-from tests.cluster.frontend.http_api.test_http import Answer, http, http_frontend
+from cluster.frontend.structure import Structure
+from cluster.frontend.target_text import TargetText
+from replicas import decoding
+from scheduler.errors import InvalidRequest
+from tests.cluster.fakes import CONTEXT, VOCAB
+from tests.cluster.frontend.http_rig import (
+    HERMES_TEMPLATE,
+    TEXT,
+    beginning,
+    http,
+    http_frontend,
+    post,
+)
 from tests.cluster.frontend.rig import PROMPT, PROMPT_IDS
-from tests.cluster.frontend.test_chat import TEXT
-from tests.cluster.frontend.tools.test_tools import HERMES_TEMPLATE
 
 TURNS = [{"role": "user", "content": "the fox?"}]
 TOOL = {"type": "function", "function": {"name": "look"}}
 FEW = from_args(
     {"frontend": {"prompt_bytes_max": 40}, "scheduler": {"prompt_tokens_max": 9}, "target": "tiny"}
 )
-
-
-def beginning() -> PreTrainedTokenizerFast:
-    """Puts <s> before a text, and has a template that knows tools."""
-    made = tokenizer().from_str(tokenizer().to_str())
-    made.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
-    return PreTrainedTokenizerFast(tokenizer_object=made, chat_template=HERMES_TEMPLATE)
-
-
-async def post(app: FastAPI, path: str, **fields: Any) -> Answer:
-    return await http(app, json.dumps(fields).encode(), path=path)
 
 
 async def test_texts_become_tokens_and_tokens_texts() -> None:
@@ -94,3 +91,46 @@ async def test_what_a_call_may_not_ask_is_refused(
     async with http_frontend(replicas=0, text=TEXT, config=FEW) as app:
         answer = await post(app, f"/{path}", **fields)
         assert (answer.status, answer.error["param"]) == (404 if param == "model" else 400, param)
+
+
+# --------------------------------------------------------------------------- names of tokens
+
+
+WORDS = "one two ##s three"
+
+
+def words_alone() -> TargetText:
+    """Its tokens are words and the rest of words, as BERT's."""
+    names = ["[UNK]", "</s>", *WORDS.split()]
+    names += [f"w{number}" for number in range(VOCAB - len(names))]
+    vocab = {name: number for number, name in enumerate(names)}
+    made = Tokenizer(models.WordPiece(vocab, unk_token="[UNK]"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    made.decoder = decoders.WordPiece()
+    encoder = PreTrainedTokenizerFast(tokenizer_object=made, chat_template=HERMES_TEMPLATE)
+    return TargetText(made, (1,), CONTEXT, encoder)
+
+
+def test_tokens_that_llguidance_cannot_read_have_names_and_no_structures() -> None:
+    text = words_alone()
+    tokens = text.encode("one twos three")
+    assert [text.token_bytes(token) for token in tokens] == [b" one", b" two", b"s", b" three"]
+    with pytest.raises(InvalidRequest, match=r"^regex: llguidance cannot read"):
+        text.grammar(Structure("regex", ["a+"]))
+
+
+async def test_no_request_waits_for_the_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    made_of: list[object] = []
+
+    class Grammars(decoding.Grammars):
+        def __init__(self, *args: Any) -> None:
+            made_of.append(args)
+            super().__init__(*args)
+
+    monkeypatch.setattr(decoding, "Grammars", Grammars)
+    async with http_frontend() as app:
+        assert len(made_of) == 1
+        fields = {"prompt": PROMPT, "echo": True, "logprobs": 1, "max_tokens": 1}
+        answer = await post(app, "completions", **fields)
+        assert len(answer.json["choices"][0]["logprobs"]["tokens"]) >= len(PROMPT_IDS)
+        assert len(made_of) == 1

@@ -19,12 +19,17 @@ from cluster.frontend.http_api.app import http_app
 from protos import lockstep_pb2 as pb
 from scheduler.messages import FinishReason
 from tests.cluster.fakes import tokenizer
-from tests.cluster.frontend.http_api.test_http import Answer
-from tests.cluster.frontend.http_api.test_openai import events, post
-from tests.cluster.frontend.rig import Context, frontend
-from tests.cluster.frontend.test_chat import TEXT
-from tests.cluster.frontend.test_ends import asked, brings, ends
-from tests.cluster.frontend.tools.test_tools import ASKED, GRPC_TOOLS, HERMES_TEMPLATE, TOOLS
+from tests.cluster.frontend.http_rig import (
+    ASKED,
+    GRPC_TOOLS,
+    HERMES_TEMPLATE,
+    TEXT,
+    TOOLS,
+    Answer,
+    events,
+    post,
+)
+from tests.cluster.frontend.rig import Context, asked, brings, ends, frontend
 
 HERMES = replace(
     TEXT,

@@ -1,39 +1,29 @@
 """Proves, with a real replica: a required or strict call has the arguments that its schema says,
 whole and streamed, and comes back to the template as it went; a template is told what a request
-says; what cannot be is refused.
+says.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from copy import copy
-from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
-from fastapi import FastAPI
-from grpc import StatusCode
 
-from cluster.frontend.grpc_api.api import GrpcApi
-from cluster.frontend.http_api.app import http_app
 from cluster.frontend.tools.use import ToolFormat, tool_format
 from protos import lockstep_pb2 as pb
-from replicas.replica import Replica
-from tests.cluster.frontend.http_api.test_openai import events, post
-from tests.cluster.frontend.http_api.test_openai_decoding import PAIR, text
-from tests.cluster.frontend.rig import CONFIG, Context, frontend
-
-HERMES_TEMPLATE = (
-    "{% if tools %}{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}"
-    "Answer with <tool_call>{...}</tool_call>\n{% endif %}"
-    "{% for m in messages %}{{ m.role }}: {{ m.content }}"
-    "{% for call in m.tool_calls or [] %}<tool_call>\n"
-    "{{ {'name': call.function.name, 'arguments': call.function.arguments} | tojson }}"
-    "\n</tool_call>{% endfor %}\n{% endfor %}assistant: "
+from tests.cluster.frontend.http_rig import (
+    ASKED,
+    GRPC_TOOLS,
+    HERMES_TEMPLATE,
+    TOOLS,
+    WEATHER,
+    events,
+    post,
+    served_tiny,
 )
+from tests.cluster.frontend.rig import Context, stream
+
 LLAMA_TEMPLATE = HERMES_TEMPLATE.replace(
     "Answer with <tool_call>{...}</tool_call>", 'Answer with {"name": ..., "parameters": ...}'
 ).replace("<tool_call>", "")
@@ -41,25 +31,6 @@ SEVERAL_TEMPLATES = {
     "default": "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: ",
     "tool_use": HERMES_TEMPLATE,
 }
-WEATHER = {
-    "name": "weather",
-    "parameters": {
-        "type": "object",
-        "properties": {"city": {"enum": ["Rome", "Oslo"]}, "days": {"enum": [1, 2, 3]}},
-        "required": ["city", "days"],
-        "additionalProperties": False,
-    },
-}
-TIME = {"name": "time"}
-TOOLS = [{"type": "function", "function": one} for one in (WEATHER, TIME)]
-GRPC_TOOLS = [
-    pb.Tool(name="weather", parameters=json.dumps(WEATHER["parameters"])),
-    pb.Tool(name="time"),
-]
-ASKED = [{"role": "user", "content": "what is the weather?"}]
-
-UNKNOWN = {"type": "function", "function": {"name": "x"}}
-A_JSON = {"response_format": {"type": "json_object"}}
 
 
 def test_a_template_says_its_format() -> None:
@@ -68,31 +39,13 @@ def test_a_template_says_its_format() -> None:
     assert tool_format("{{ messages }}") is tool_format(None) is None
 
 
-@asynccontextmanager
-async def templated(template: str | dict[str, str], replicas: int = 1) -> AsyncIterator[GrpcApi]:
-    """A frontend of the tiny pair with this chat template."""
-    encoder = copy(text().encoder)
-    encoder.chat_template = template
-    config = CONFIG.model_copy(update={"replica": PAIR})
-    spoken, load = replace(text(), encoder=encoder), partial(Replica.load, PAIR)
-    async with frontend(config=config, replicas=replicas, load=load, text=spoken) as made:
-        yield made
-
-
-@asynccontextmanager
-async def served_with(template: str) -> AsyncIterator[tuple[GrpcApi, FastAPI]]:
-    async with templated(template) as made:
-        yield made, http_app(made.service)
-
-
 def as_http(call: pb.ToolCall) -> dict[str, str]:
     return {"name": call.name, "arguments": call.arguments}
 
 
 @pytest.mark.parametrize("template", [SEVERAL_TEMPLATES, LLAMA_TEMPLATE], ids=["hermes", "llama"])
 async def test_calls_have_the_arguments_of_their_schema(template: str | dict[str, str]) -> None:
-    async with templated(template) as made:
-        app = http_app(made.service)
+    async with served_tiny(template) as (made, app):
         fields: dict[str, Any] = {
             "messages": ASKED,
             "tools": TOOLS,
@@ -125,7 +78,7 @@ async def test_calls_have_the_arguments_of_their_schema(template: str | dict[str
         assert all(not delta.get("content") for delta in deltas)
         turn = choices[0]["message"]
         result = {"role": "tool", "tool_call_id": turn["tool_calls"][0]["id"], "content": "5"}
-        # gRPC gives the same calls, also in a stream that is continued from any of its chunks.
+        # gRPC gives the same calls, also in a stream.
         asked = pb.GenerateRequest(
             messages=[pb.ChatMessage(**turn) for turn in ASKED],
             tools=GRPC_TOOLS,
@@ -137,15 +90,9 @@ async def test_calls_have_the_arguments_of_their_schema(template: str | dict[str
         answer = await made.Generate(asked, Context())
         assert [as_http(call) for call in answer.tool_calls] == [called]
         assert not answer.text
-        chunks = [chunk async for chunk in made.GenerateStream(asked, Context())]
-        for done in range(len(chunks)):
-            again = pb.GenerateRequest()
-            again.CopyFrom(asked)
-            for chunk in chunks[:done]:
-                again.committed_token_ids.extend(chunk.token_ids)
-            rest = [chunk async for chunk in made.GenerateStream(again, Context())]
-            calls = [call for chunk in (*chunks[:done], *rest) for call in chunk.tool_calls]
-            assert [as_http(call) for call in calls] == [called]
+        chunks = await stream(made, asked, Context())
+        calls = [call for chunk in chunks for call in chunk.tool_calls]
+        assert [as_http(call) for call in calls] == [called]
         came = pb.ToolCall(name="weather", arguments=call["function"]["arguments"], id="c")
         asked.messages.append(pb.ChatMessage(role="assistant", tool_calls=[came]))
         asked.messages.append(pb.ChatMessage(role="tool", content="5", tool_call_id="c"))
@@ -167,7 +114,7 @@ async def test_calls_have_the_arguments_of_their_schema(template: str | dict[str
 
 
 async def test_log_probabilities_are_of_the_tokens_of_calls_too() -> None:
-    async with served_with(HERMES_TEMPLATE) as (_made, app):
+    async with served_tiny(HERMES_TEMPLATE) as (_made, app):
         fields: dict[str, Any] = {"messages": ASKED, "tools": TOOLS, "tool_choice": "required"}
         fields |= {"max_tokens": 60, "temperature": 0, "logprobs": True, "return_token_ids": True}
         [choice] = (await post(app, "chat/completions", **fields)).json["choices"]
@@ -181,7 +128,7 @@ async def test_log_probabilities_are_of_the_tokens_of_calls_too() -> None:
 
 
 async def test_a_template_is_told_what_a_request_says() -> None:
-    async with served_with("{{ style }}{{ messages[0].content }}") as (made, app):
+    async with served_tiny("{{ style }}{{ messages[0].content }}") as (made, app):
         turn, style = {"role": "user", "content": "def "}, {"style": "x = "}
         fields: dict[str, Any] = {"max_tokens": 8, "temperature": 0}
         plain = await post(app, "completions", **fields, prompt="x = def ")
@@ -192,60 +139,3 @@ async def test_a_template_is_told_what_a_request_says() -> None:
         asked = pb.GenerateRequest(messages=[pb.ChatMessage(**turn)], max_new_tokens=8)
         asked.chat_template_kwargs = json.dumps(style)
         assert (await made.Generate(asked, Context())).text == text
-
-
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"tool_choice": "required"}, "tool_choice"),
-        ({"tools": TOOLS, "tool_choice": UNKNOWN}, "tool_choice"),
-        ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
-        ({"tools": TOOLS, "tool_choice": "required", **A_JSON}, "response_format"),
-        ({"chat_template_kwargs": {"tokenize": False}}, "chat_template_kwargs"),
-    ],
-)
-async def test_what_cannot_be_is_refused_over_http(fields: dict[str, Any], param: str) -> None:
-    async with templated(HERMES_TEMPLATE, replicas=0) as made:
-        answer = await post(http_app(made.service), "chat/completions", messages=ASKED, **fields)
-        assert answer.status == 400
-        assert answer.error["param"] == param
-
-
-A_CALL = [{"name": "f", "arguments": "[]"}]
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"tool_mode": 2}, "tool_choice: no tools are given"),
-        (
-            {"tool_mode": 7, "tools": GRPC_TOOLS},
-            "tool_mode: must be one of TOOL_MODE_UNSPECIFIED, TOOL_MODE_NONE, TOOL_MODE_REQUIRED,"
-            " is 7",
-        ),
-        ({"tools": GRPC_TOOLS, "tool_name": "x"}, "tool_choice: 'x' is not among the tools"),
-        (
-            {"tools": [pb.Tool(name="a b")]},
-            "tools.0.name: must be 1 to 64 of the characters a-z, A-Z, 0-9, '_', '.' and '-',"
-            " is 'a b'",
-        ),
-        (
-            {"tools": [pb.Tool(name="a", parameters="x")]},
-            "tools.0.parameters: must be the text of a JSON object, is 'x'",
-        ),
-        ({"tools": GRPC_TOOLS, "tool_mode": 2, "regex": "a"}, "regex: not with tools that bind"),
-        ({"chat_template_kwargs": "[]"}, "chat_template_kwargs: must be the text of a JSON"),
-        ({"chat_template_kwargs": '{"tokenize": 1}'}, "chat_template_kwargs: tokenize is not"),
-        (
-            {"messages": [{"role": "assistant", "tool_calls": A_CALL}]},
-            "messages.0.tool_calls.0.arguments: must be the text of a JSON object",
-        ),
-        ({"messages": [], "prompt": "a", "tools": GRPC_TOOLS}, "tools: only with messages"),
-    ],
-)
-async def test_what_cannot_be_is_refused_over_grpc(fields: dict[str, Any], message: str) -> None:
-    async with templated(HERMES_TEMPLATE, replicas=0) as made:
-        context = Context()
-        await made.Generate(pb.GenerateRequest(**({"messages": ASKED} | fields)), context)
-        assert context.code is StatusCode.INVALID_ARGUMENT
-        assert context.details.startswith(message)

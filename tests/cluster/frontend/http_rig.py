@@ -1,0 +1,218 @@
+"""HTTP requests to a frontend of the rig, and targets that know chats and tools."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from copy import copy
+from dataclasses import replace
+from functools import cache, partial
+from typing import Any
+
+from fastapi import FastAPI
+from starlette.types import ASGIApp
+from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerFast
+
+from cluster.config import ClusterConfig
+from cluster.frontend.grpc_api.api import GrpcApi
+from cluster.frontend.http_api.app import http_app
+from cluster.frontend.target_text import TargetText
+from protos import lockstep_pb2 as pb
+from replicas.config import ReplicaConfig
+from replicas.replica import Replica
+from tests.cluster.fakes import load_fake_text, tokenizer
+from tests.cluster.frontend.rig import CONFIG, frontend
+
+JSON = {"content-type": "application/json"}
+MODEL = "tiny"
+
+
+# --------------------------------------------------------------------------- requests
+
+
+class Answer:
+    """What an ASGI application sent."""
+
+    def __init__(self, sent: list[dict[str, Any]]) -> None:
+        self.status: int = sent[0]["status"]
+        self.headers = {name.decode(): value.decode() for name, value in sent[0]["headers"]}
+        self.body = b"".join(message.get("body", b"") for message in sent[1:])
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def error(self) -> dict[str, Any]:
+        found: dict[str, Any] = self.json["error"]
+        return found
+
+
+async def http(
+    app: ASGIApp,
+    body: bytes = b"",
+    path: str = "/v1/completions",
+    headers: dict[str, str] | None = None,
+    client: str | None = "127.0.0.1",
+    parts: int = 1,
+    ends: bool = True,
+    method: str = "",
+) -> Answer:
+    """One request, its body in so many parts; the client does not say that its body ends unless it
+    `ends`."""
+    size = -(-len(body) // parts) or 1
+    chunks = [body[at : at + size] for at in range(0, max(len(body), 1), size)]
+    incoming = [
+        {"type": "http.request", "body": chunk, "more_body": not ends or n + 1 < len(chunks)}
+        for n, chunk in enumerate(chunks)
+    ]
+    sent: list[dict[str, Any]] = []
+
+    async def receive() -> dict[str, Any]:
+        if not incoming:
+            await asyncio.Event().wait()
+        return incoming.pop(0)
+
+    async def send(message: Any) -> None:
+        sent.append(dict(message))
+
+    scope = {
+        "type": "http",
+        "http_version": "1.1",
+        "method": method or ("POST" if body or path == "/v1/completions" else "GET"),
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "root_path": "",
+        "scheme": "http",
+        "server": ("127.0.0.1", 8000),
+        "client": None if client is None else (client, 5000),
+        "headers": [(k.encode(), v.encode()) for k, v in (JSON | (headers or {})).items()],
+    }
+    await app(scope, receive, send)
+    return Answer(sent)
+
+
+async def post(
+    app: ASGIApp, path: str, headers: dict[str, str] | None = None, **fields: Any
+) -> Answer:
+    """`path`: behind /v1/, unless it is a whole one."""
+    body = json.dumps({"model": MODEL} | fields).encode()
+    path = path if path.startswith("/") else f"/v1/{path}"
+    return await http(app, body, path=path, headers=headers)
+
+
+def events(answer: Answer) -> list[dict[str, Any]]:
+    """Of a stream that came to its proper end."""
+    assert (answer.status, answer.headers["content-type"]) == (200, "text/event-stream")
+    lines = answer.body.decode().split("\n\n")
+    assert lines[-2:] == ["data: [DONE]", ""]
+    return [json.loads(line.partition("data: ")[2]) for line in lines[:-2]]
+
+
+# --------------------------------------------------------------------------- conversations
+
+
+TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if message['role'] not in ['system', 'user', 'assistant'] %}"
+    "{{ raise_exception('unknown role ' + message['role']) }}{% endif %}"
+    "<s>{{ message['role'] }}: {{ message['content'] }}\n"
+    "{% endfor %}{% if add_generation_prompt %}<s>assistant:{% endif %}"
+)
+ENCODER = PreTrainedTokenizerFast(
+    tokenizer_object=tokenizer(), eos_token="</s>", chat_template=TEMPLATE
+)
+TEXT = replace(load_fake_text(ReplicaConfig()), encoder=ENCODER, eos_token_ids=())
+TURNS = [("system", "be brief"), ("user", "the fox?"), ("assistant", "lazy"), ("user", "why?")]
+
+
+def messages(turns: Sequence[tuple[str, str]]) -> list[pb.ChatMessage]:
+    return [pb.ChatMessage(role=role, content=content) for role, content in turns]
+
+
+TURNS_JSON = [{"role": role, "content": content} for role, content in TURNS]
+
+
+def beginning() -> PreTrainedTokenizerFast:
+    """Puts <s> before a text, and has a template that knows tools."""
+    made = tokenizer().from_str(tokenizer().to_str())
+    made.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    return PreTrainedTokenizerFast(tokenizer_object=made, chat_template=HERMES_TEMPLATE)
+
+
+# --------------------------------------------------------------------------- tools
+
+
+HERMES_TEMPLATE = (
+    "{% if tools %}{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}"
+    "Answer with <tool_call>{...}</tool_call>\n{% endif %}"
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}"
+    "{% for call in m.tool_calls or [] %}<tool_call>\n"
+    "{{ {'name': call.function.name, 'arguments': call.function.arguments} | tojson }}"
+    "\n</tool_call>{% endfor %}\n{% endfor %}assistant: "
+)
+WEATHER = {
+    "name": "weather",
+    "parameters": {
+        "type": "object",
+        "properties": {"city": {"enum": ["Rome", "Oslo"]}, "days": {"enum": [1, 2, 3]}},
+        "required": ["city", "days"],
+        "additionalProperties": False,
+    },
+}
+TIME = {"name": "time"}
+TOOLS = [{"type": "function", "function": one} for one in (WEATHER, TIME)]
+GRPC_TOOLS = [
+    pb.Tool(name="weather", parameters=json.dumps(WEATHER["parameters"])),
+    pb.Tool(name="time"),
+]
+ASKED = [{"role": "user", "content": "what is the weather?"}]
+
+
+# --------------------------------------------------------------------------- frontends
+
+
+@asynccontextmanager
+async def http_frontend(**options: Any) -> AsyncIterator[FastAPI]:
+    async with frontend(**options) as made:
+        yield http_app(made.service)
+
+
+@asynccontextmanager
+async def served(
+    config: ClusterConfig = CONFIG, text: TargetText = TEXT, **options: Any
+) -> AsyncIterator[tuple[GrpcApi, FastAPI]]:
+    async with frontend(config=config, text=text, **options) as made:
+        yield made, http_app(made.service)
+
+
+PAIR = ReplicaConfig(target="tiny", device="cpu", torch_threads=1, kv_blocks=256, calibrate=False)
+
+
+@cache
+def tiny_text() -> TargetText:
+    return TargetText.load(PAIR)
+
+
+def templated(template: str | dict[str, str]) -> TargetText:
+    """The tiny target with this chat template."""
+    encoder = copy(tiny_text().encoder)
+    encoder.chat_template = template
+    return replace(tiny_text(), encoder=encoder)
+
+
+@asynccontextmanager
+async def served_tiny(
+    template: str | dict[str, str] | None = None,
+    config: ClusterConfig = CONFIG,
+    **options: Any,
+) -> AsyncIterator[tuple[GrpcApi, FastAPI]]:
+    """With the tiny pair behind it."""
+    config = config.model_copy(update={"replica": PAIR})
+    text = tiny_text() if template is None else templated(template)
+    async with served(config, text, load=partial(Replica.load, PAIR), **options) as both:
+        yield both

@@ -1,0 +1,212 @@
+"""Proves: over both APIs what is wrong is refused with the name that the field has there and with
+what is allowed, whole and streamed, before any token becomes text and any request is sent.
+
+The ranges of numbers are the scheduler's, and have their own test there.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from grpc import StatusCode
+
+from cluster.frontend.http_api.openai_models import UNSUPPORTED
+from protos import lockstep_pb2 as pb
+from tests.cluster.frontend.http_rig import (
+    ASKED,
+    GRPC_TOOLS,
+    HERMES_TEMPLATE,
+    TOOLS,
+    post,
+    served_tiny,
+)
+from tests.cluster.frontend.rig import CONFIG, Context, both, stream, unfinished
+
+Rows = list[tuple[dict[str, Any], str]]
+"""Fields of a request, and the beginning of the sentence on what is wrong with them."""
+
+A_NAME = "must be 1 to 64 of the characters a-z, A-Z, 0-9, '_', '.' and '-', is 'a b'"
+AN_OBJECT = "must be the text of a JSON object, is"
+A_CALL = [{"name": "f", "arguments": "[]"}]
+GRPC: Rows = [
+    ({"prompt": None}, "prompt: one of prompt, prompt_token_ids and messages must be given"),
+    ({"prompt": ""}, "prompt: must not be empty"),
+    ({"prompt": "x" * (CONFIG.frontend.prompt_bytes_max + 1)}, "prompt: 1048577 bytes, at most"),
+    ({"prompt_token_ids": {}}, "prompt_token_ids: must not be empty"),
+    ({"prompt_token_ids": {"ids": [1, 99999]}}, "prompt_token_ids: "),
+    ({"prompt_token_ids": {"ids": [5] * 200_000}}, "prompt_token_ids: 200000 tokens, at most"),
+    ({"prompt_token_ids": {"ids": [5] * 5_000_000}}, "request: "),
+    ({"request_id": "y" * 5_000_000}, "request: "),
+    ({"request_id": "y" * 129}, "request_id: 129 characters, at most 128 allowed"),
+    ({"cache_salt": "y" * 129}, "cache_salt: 129 characters, at most 128 allowed"),
+    ({"max_new_tokens": 0}, "max_new_tokens: must be at least 1, is 0"),
+    ({"max_new_tokens": 2_000_000}, "max_new_tokens: prompt ("),
+    ({"temperature": math.nan}, "temperature: must be in [0, 1e+06], is nan"),
+    ({"stop": ["a"] * 17}, "stop: 17 given, at most 16 allowed"),
+    ({"stop": ["a" * 257]}, "stop: a string must have 1 to 256 characters, has 257"),
+    ({"stop": [""]}, "stop: a string must have 1 to 256 characters, has 0"),
+    ({"stop_token_ids": [5] * 200_000}, "stop_token_ids: 200000 given, at most 64 allowed"),
+    ({"stop_token_ids": [99999]}, "stop_token_ids: "),
+    ({"committed_token_ids": [5] * 200_000}, "committed_token_ids: 200000 given, at most"),
+    ({"committed_token_ids": [99999]}, "committed_token_ids: "),
+    ({"committed_token_ids": [5] * 3, "max_new_tokens": 2}, "committed_token_ids: 3 tokens"),
+    ({"committed_token_ids": [5], "temperature": 1}, "seed: "),
+    ({"committed_token_ids": [5], "n": 2}, "committed_token_ids: only one sequence"),
+    ({"n": 0}, "n: must be at least 1, is 0"),
+    ({"n": 2**31 - 1}, "n: 2147483647 sequences asked for, at most 128 allowed"),
+    (
+        {"priority": 9},
+        "priority: must be one of PRIORITY_UNSPECIFIED, PRIORITY_HIGH, PRIORITY_NORMAL,"
+        " PRIORITY_LOW, is 9",
+    ),
+    ({"prompt": "a", "tools": GRPC_TOOLS}, "tools: only with messages"),
+    ({"messages": ASKED, "tool_mode": 2}, "tool_choice: no tools are given"),
+    (
+        {"messages": ASKED, "tool_mode": 7, "tools": GRPC_TOOLS},
+        "tool_mode: must be one of TOOL_MODE_UNSPECIFIED, TOOL_MODE_NONE, TOOL_MODE_REQUIRED, is 7",
+    ),
+    (
+        {"messages": ASKED, "tools": GRPC_TOOLS, "tool_name": "x"},
+        "tool_choice: 'x' is not among the tools",
+    ),
+    (
+        {"messages": ASKED, "tools": GRPC_TOOLS, "tool_mode": 2, "regex": "a"},
+        "regex: not with tools that bind",
+    ),
+    ({"messages": ASKED, "tools": [{"name": "a b"}]}, f"tools.0.name: {A_NAME}"),
+    (
+        {"messages": ASKED, "tools": [{"name": "a", "parameters": "x"}]},
+        f"tools.0.parameters: {AN_OBJECT} 'x'",
+    ),
+    (
+        {"messages": [{"role": "assistant", "tool_calls": A_CALL}]},
+        f"messages.0.tool_calls.0.arguments: {AN_OBJECT}",
+    ),
+    ({"messages": ASKED, "chat_template_kwargs": "[]"}, f"chat_template_kwargs: {AN_OBJECT}"),
+    (
+        {"messages": ASKED, "chat_template_kwargs": '{"tokenize": 1}'},
+        "chat_template_kwargs: tokenize is not",
+    ),
+]
+A_PROMPT = "must be a text, a list of token ids, or a list of either, is"
+COMPLETIONS: Rows = [
+    ({"temprature": 1}, "temprature: unknown name; did you mean temperature?"),
+    ({"messages": []}, "messages: unknown name"),
+    ({"prompt": ""}, "prompt: must not be empty"),
+    ({"prompt": []}, f"prompt: {A_PROMPT} []"),
+    ({"prompt": [1, "x"]}, f"prompt: {A_PROMPT} [1, 'x']"),
+    ({"prompt": [True]}, f"prompt: {A_PROMPT}"),
+    ({"prompt": [[99999]]}, "prompt: "),
+    ({"prompt": ["x"] * 129}, "prompt: 129 sequences asked for, at most 128 allowed"),
+    ({"prompt": None}, "prompt: must be given"),
+    ({"max_tokens": 0}, "max_tokens: must be at least 1, is 0"),
+    ({"max_tokens": 10**6}, "max_tokens: prompt ("),
+    ({"max_tokens": 1.5}, "max_tokens: must be a whole number, is 1.5"),
+    ({"max_tokens": 5, "min_tokens": 6}, "min_tokens: must be in [0, max_new_tokens], is 6"),
+    ({"temperature": "hot"}, "temperature: must be a number, is 'hot'"),
+    ({"top_p": 3}, "top_p: must be in (0, 1], is 3.0"),
+    ({"top_k": -2}, "top_k: "),
+    ({"logprobs": 21}, "logprobs: must be in [0, 20], is 21"),
+    ({"frequency_penalty": 2.5}, "frequency_penalty: must be in [-2, 2], is 2.5"),
+    ({"repetition_penalty": 0}, "repetition_penalty: must be finite and above 0"),
+    ({"logit_bias": {"x": 1}}, "logit_bias: the keys must be token ids, one is 'x'"),
+    ({"logit_bias": {"1": 101}}, "logit_bias: must be in [-100, 100], is 101"),
+    ({"logit_bias": {"99999": 1}}, "logit_bias: "),
+    ({"logit_bias": {"5": None}}, "logit_bias.5: must be a number, is None"),
+    ({"bad_words": [""]}, "bad_words: a string must have"),
+    ({"stop": 5}, "stop: must be a text or a list, is 5"),
+    ({"user": "y" * 129}, "user: 129 characters, at most 128 allowed"),
+    ({"structured_outputs": {}}, "structured_outputs: exactly one of json, regex, choice and"),
+    ({"structured_outputs": {"regex": "("}}, "structured_outputs: "),
+    (
+        {"structured_outputs": {"json": 5}},
+        "structured_outputs.json: must be a mapping or a text, is 5",
+    ),
+]
+A_MODE = "must be 'none', 'auto' or 'required' or a mapping, is"
+A_TEXT = "must be a text or a list of parts of type text, is"
+SCHEMA = {"name": "a", "schema": {"type": "thing"}}
+CHATS: Rows = [
+    ({"messages": []}, "messages: must not be empty"),
+    ({"messages": "x"}, "messages: must be a list, is 'x'"),
+    ({"messages": [{"role": "user"}]}, f"messages.0.content: {A_TEXT} None"),
+    ({"messages": [{"role": "user", "content": 5}]}, f"messages.0.content: {A_TEXT} 5"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        f"messages.0.content: {A_TEXT}",
+    ),
+    ({"max_completion_tokens": 10**6}, "max_completion_tokens: prompt ("),
+    ({"top_logprobs": 2}, "top_logprobs: only with logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs: must be in [0, 20], is 21"),
+    ({"response_format": {"type": "json_schema"}}, "response_format: json_schema: with the type"),
+    ({"response_format": {"type": "json_schema", "json_schema": SCHEMA}}, "response_format: "),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {}}},
+        "response_format.json_schema.schema: must be given",
+    ),
+    (
+        {"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}},
+        "response_format: not with tools that bind",
+    ),
+    ({"tools": [{}]}, "tools.0.type: must be given"),
+    ({"tools": [{"type": "web_search"}]}, "tools.0.type: must be 'function', is 'web_search'"),
+    (
+        {"tools": [{"type": "function", "function": {"name": "a b"}}]},
+        f"tools.0.function.name: {A_NAME}",
+    ),
+    ({"tool_choice": "required"}, "tool_choice: no tools are given"),
+    ({"tool_choice": "sometimes"}, f"tool_choice: {A_MODE} 'sometimes'"),
+    ({"tool_choice": 5}, f"tool_choice: {A_MODE} 5"),
+    (
+        {"tool_choice": {"type": "function", "functoin": {"name": "x"}}},
+        "tool_choice.function: must be given; "
+        "tool_choice.functoin: unknown name; did you mean function?",
+    ),
+    (
+        {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}},
+        "tool_choice: 'x' is not among the tools",
+    ),
+    ({"chat_template_kwargs": {"tokenize": False}}, "chat_template_kwargs: tokenize is not"),
+]
+
+
+@pytest.fixture(autouse=True)
+def nothing_becomes_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_args: object) -> None:
+        raise AssertionError("nothing of a refused request becomes text")
+
+    monkeypatch.setattr("cluster.frontend.service.TextStream", refuse)
+
+
+async def test_over_grpc() -> None:
+    async with served_tiny(HERMES_TEMPLATE, replicas=0) as (made, _app):
+        for fields, said in GRPC:
+            prompt = {} if fields.keys() & {"prompt_token_ids", "messages"} else {"prompt": "x"}
+            request = pb.GenerateRequest(**(prompt | fields))
+            for context in await both(made, request):
+                assert context.code is StatusCode.INVALID_ARGUMENT, said
+                assert context.details.startswith(said)
+            assert await stream(made, request, Context()) == [pb.GenerateChunk()]
+        assert unfinished(made.service) == 0
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+async def test_over_http(streamed: bool) -> None:
+    unsupported: Rows = [({name: "x"}, f"{name}: not supported") for name in UNSUPPORTED]
+    cases = [("completions", {"prompt": "x"} | fields, said) for fields, said in COMPLETIONS]
+    cases += [("chat/completions", {"messages": ASKED} | fields, said) for fields, said in CHATS]
+    for path in ("completions", "chat/completions"):
+        cases += [(path, fields, said) for fields, said in unsupported]
+    if not streamed:
+        alone = {"prompt": "x", "stream_options": {}}
+        cases.append(("completions", alone, "stream_options: only with stream"))
+    async with served_tiny(HERMES_TEMPLATE, replicas=0) as (made, app):
+        for path, fields, said in cases:
+            answer = await post(app, path, **fields, stream=streamed)
+            assert answer.status == 400, said
+            assert answer.error["message"].startswith(said), answer.error
+            assert answer.error["param"] == said.partition(": ")[0]
+            assert answer.error["type"] == "invalid_request_error"
+        assert unfinished(made.service) == 0
