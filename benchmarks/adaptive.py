@@ -6,9 +6,7 @@ The real scheduler over one replica whose steps take given times (those of the d
 cores, rounded) and whose draft is right with a given probability per request. For every mix of
 requests: tokens/s of fixed draft lengths and of the chosen one, with the replica's trial steps and
 without. Then the same where a verification takes whole tiles of tokens, so that its time rises in
-steps and not in a straight line. At last, where short contexts meet long ones on a replica that
-reads all rows of a batch as far as the longest: what cutting batches is worth. Needs neither Ray
-nor torch.
+steps and not in a straight line. Needs neither Ray nor torch.
 """
 
 from __future__ import annotations
@@ -62,12 +60,6 @@ MIXES: dict[str, tuple[float, ...]] = {
 """Acceptance of the requests, in turns."""
 PROMPT = (16, 256)
 NEW_TOKENS = 128
-SHORT = (50, 200)
-LONG = ((1_000, 2_000), (8_000, 12_000), (25_000, 30_000))
-"""Prompts of every other request where lengths are far apart; the others' are SHORT."""
-FAR_TOKENS = 1_500
-"""New tokens of each of them: so many that most steps are of both kinds."""
-FAR_ACCEPTANCE = 0.7
 TILES = (16, 32, 64)
 """Tokens of a tile, where hardware computes whole tiles."""
 TILED_VERIFY = LinearCost(11e-3, 1e-3, 2e-7)
@@ -100,11 +92,8 @@ class Compared:
 class VirtualReplica:
     """Implements `Runner` of the local engine; time passes only while it runs a batch."""
 
-    def __init__(
-        self, acceptance: Sequence[float], timed: bool, tile: int = 1, cut: bool = True
-    ) -> None:
-        """`tile`: tokens that a verification takes together; 1: as many as there are. `cut`:
-        whether the scheduler knows that rows read as far as the longest."""
+    def __init__(self, acceptance: Sequence[float], timed: bool, tile: int = 1) -> None:
+        """`tile`: tokens that a verification takes together; 1: as many as there are."""
         self.now_s = 0.0
         self._tile = tile
         self.spec = ReplicaSpec(
@@ -112,7 +101,6 @@ class VirtualReplica:
             block_size=16,
             context_len=1 << 16,
             vocab_size=2,
-            reads_apart=not cut,
             timings=tuple(_trial(rows, k, tile) for rows in (1, 8) for k in (0, 4))
             if timed
             else (),
@@ -161,11 +149,6 @@ def _trial(rows: int, k: int, tile: int) -> StepTiming:
     return StepTiming(rows, k, rows * (64 + k), draft_s, verify_s, REST_S)
 
 
-def _padding(stepped: Sequence[StepResult]) -> float:
-    own = sum(result.kv_positions_own for result in stepped)
-    return 1 - own / sum(result.kv_positions_read for result in stepped)
-
-
 def measure(
     mix: str, acceptance: Sequence[float], rows: int, tile: int = 1, fixed: Sequence[int] = FIXED
 ) -> Compared:
@@ -185,39 +168,6 @@ def measure(
 
     by_fixed = {k: speed(k) for k in fixed}
     return Compared(mix, tile, rows, by_fixed, speed(None), speed(None, timed=False))
-
-
-@dataclass(frozen=True)
-class FarApart:
-    """Half of a batch's rows are short, half long. Tokens/s of steps alone: prompts as long as
-    these take most of the time to fill, whatever steps together. Paddings are shares of the KV
-    positions read beyond a row's own."""
-
-    rows: int
-    long: tuple[int, int]
-    whole: float
-    cut: float
-    padding_whole: float
-    padding_cut: float
-
-
-def measure_far_apart(rows: int, long: tuple[int, int]) -> FarApart:
-    """One batch of requests, never cut and cut by cost."""
-    found = []
-    for cut_by_cost in (False, True):
-        replica = VirtualReplica((FAR_ACCEPTANCE,), timed=True, cut=cut_by_cost)
-        engine = LocalEngine(replica, SchedulerConfig(rows_max=rows), clock=replica.clock)
-        draw = Random(1)
-        lengths = [draw.randint(*(SHORT if number % 2 else long)) for number in range(rows)]
-        engine.generate(
-            [Request(str(n), (1,) * length, FAR_TOKENS) for n, length in enumerate(lengths)]
-        )
-        stepped = [result for result in engine.results if result.steps]
-        tokens = sum(len(row.tokens) for result in stepped for row in result.rows)
-        spent_s = sum(result.times.total_s for result in stepped)
-        found.append((tokens / spent_s, _padding(stepped)))
-    (whole, padding_whole), (cut, padding_cut) = found
-    return FarApart(rows, long, whole, cut, padding_whole, padding_cut)
 
 
 def main() -> None:
@@ -250,24 +200,9 @@ def main() -> None:
             ],
         )
     )
-    far = [measure_far_apart(rows, long) for rows in args.rows if rows > 1 for long in LONG]
-    print(
-        table(
-            ("batch", "long prompts", "never cut", "cut by cost", "over it", "padding", "cut"),
-            [
-                (
-                    *(one.rows, f"{one.long[0]} to {one.long[1]}", one.whole, one.cut),
-                    one.cut / one.whole,
-                    *(f"{one.padding_whole:.1%}", f"{one.padding_cut:.1%}"),
-                )
-                for one in far
-            ],
-        )
-    )
     figures = {
         "mixes": [asdict(one) for one in found],
         "tiled": [asdict(one) for one in tiled],
-        "far_apart": [asdict(one) for one in far],
     }
     write_json(args.json, figures)
 

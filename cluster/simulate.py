@@ -70,7 +70,6 @@ class Result:
             "token_s": asdict(token) if token else None,
             "rows_mean": figures.rows_mean,
             "spread_mean": figures.spread_mean,
-            "padding": figures.padding,
             "tokens_per_row_and_step": figures.committed_per_step,
             "waiting_most": figures.waiting_most,
             "pool_behind_s_most": figures.pool_behind_s_most,

@@ -279,39 +279,23 @@ class StatusRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
-class Latency(_message.Message):
-    __slots__ = ("tokens", "seconds")
-    TOKENS_FIELD_NUMBER: _ClassVar[int]
-    SECONDS_FIELD_NUMBER: _ClassVar[int]
-    tokens: float
-    seconds: float
-    def __init__(self, tokens: _Optional[float] = ..., seconds: _Optional[float] = ...) -> None: ...
-
 class CostEstimates(_message.Message):
-    __slots__ = ("draft_len", "steps", "step_s", "round_trip_s", "acceptance_greedy", "acceptance_sampled", "apart_positions", "slowdown", "draft", "step", "prefill")
+    __slots__ = ("draft_len", "steps", "step_s", "round_trip_s", "acceptance_greedy", "acceptance_sampled", "slowdown")
     DRAFT_LEN_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
     STEP_S_FIELD_NUMBER: _ClassVar[int]
     ROUND_TRIP_S_FIELD_NUMBER: _ClassVar[int]
     ACCEPTANCE_GREEDY_FIELD_NUMBER: _ClassVar[int]
     ACCEPTANCE_SAMPLED_FIELD_NUMBER: _ClassVar[int]
-    APART_POSITIONS_FIELD_NUMBER: _ClassVar[int]
     SLOWDOWN_FIELD_NUMBER: _ClassVar[int]
-    DRAFT_FIELD_NUMBER: _ClassVar[int]
-    STEP_FIELD_NUMBER: _ClassVar[int]
-    PREFILL_FIELD_NUMBER: _ClassVar[int]
     draft_len: int
     steps: int
     step_s: float
     round_trip_s: float
     acceptance_greedy: float
     acceptance_sampled: float
-    apart_positions: float
     slowdown: float
-    draft: _containers.RepeatedCompositeFieldContainer[Latency]
-    step: _containers.RepeatedCompositeFieldContainer[Latency]
-    prefill: _containers.RepeatedCompositeFieldContainer[Latency]
-    def __init__(self, draft_len: _Optional[int] = ..., steps: _Optional[int] = ..., step_s: _Optional[float] = ..., round_trip_s: _Optional[float] = ..., acceptance_greedy: _Optional[float] = ..., acceptance_sampled: _Optional[float] = ..., apart_positions: _Optional[float] = ..., slowdown: _Optional[float] = ..., draft: _Optional[_Iterable[_Union[Latency, _Mapping]]] = ..., step: _Optional[_Iterable[_Union[Latency, _Mapping]]] = ..., prefill: _Optional[_Iterable[_Union[Latency, _Mapping]]] = ...) -> None: ...
+    def __init__(self, draft_len: _Optional[int] = ..., steps: _Optional[int] = ..., step_s: _Optional[float] = ..., round_trip_s: _Optional[float] = ..., acceptance_greedy: _Optional[float] = ..., acceptance_sampled: _Optional[float] = ..., slowdown: _Optional[float] = ...) -> None: ...
 
 class ReplicaStatus(_message.Message):
     __slots__ = ("id", "draining", "residents", "batches_in_flight", "kv_blocks", "kv_blocks_free", "block_size", "context_len", "target", "draft", "device", "dtype", "vocab_size", "cost_estimates", "attention", "arithmetic", "drafter")
@@ -374,7 +358,7 @@ class ShardStatus(_message.Message):
     def __init__(self, incarnation: _Optional[str] = ..., uptime_s: _Optional[float] = ..., serving: _Optional[int] = ..., waiting: _Optional[int] = ..., running: _Optional[int] = ..., outstanding_tokens: _Optional[int] = ..., tokens_per_s: _Optional[float] = ..., name: _Optional[str] = ..., silent: _Optional[bool] = ...) -> None: ...
 
 class StatusResponse(_message.Message):
-    __slots__ = ("ready", "pool_incarnation", "pool_uptime_s", "replicas", "waiting", "running", "requests_finished", "tokens_committed", "steps", "row_steps", "draft_tokens", "accepted_tokens", "acceptance", "batch_spread_mean", "waiting_tokens", "outstanding_tokens", "tokens_per_s", "preempted", "moved", "recovered", "stopping", "batches", "batch_spread_sum", "kv_positions_own", "kv_positions_read", "prefill_tokens", "reused_tokens", "shards")
+    __slots__ = ("ready", "pool_incarnation", "pool_uptime_s", "replicas", "waiting", "running", "requests_finished", "tokens_committed", "steps", "row_steps", "draft_tokens", "accepted_tokens", "acceptance", "batch_spread_mean", "waiting_tokens", "outstanding_tokens", "tokens_per_s", "preempted", "moved", "recovered", "stopping", "batches", "batch_spread_sum", "prefill_tokens", "reused_tokens", "shards")
     READY_FIELD_NUMBER: _ClassVar[int]
     POOL_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     POOL_UPTIME_S_FIELD_NUMBER: _ClassVar[int]
@@ -398,8 +382,6 @@ class StatusResponse(_message.Message):
     STOPPING_FIELD_NUMBER: _ClassVar[int]
     BATCHES_FIELD_NUMBER: _ClassVar[int]
     BATCH_SPREAD_SUM_FIELD_NUMBER: _ClassVar[int]
-    KV_POSITIONS_OWN_FIELD_NUMBER: _ClassVar[int]
-    KV_POSITIONS_READ_FIELD_NUMBER: _ClassVar[int]
     PREFILL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     REUSED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SHARDS_FIELD_NUMBER: _ClassVar[int]
@@ -426,9 +408,7 @@ class StatusResponse(_message.Message):
     stopping: bool
     batches: int
     batch_spread_sum: int
-    kv_positions_own: int
-    kv_positions_read: int
     prefill_tokens: int
     reused_tokens: int
     shards: _containers.RepeatedCompositeFieldContainer[ShardStatus]
-    def __init__(self, ready: _Optional[bool] = ..., pool_incarnation: _Optional[str] = ..., pool_uptime_s: _Optional[float] = ..., replicas: _Optional[_Iterable[_Union[ReplicaStatus, _Mapping]]] = ..., waiting: _Optional[int] = ..., running: _Optional[int] = ..., requests_finished: _Optional[int] = ..., tokens_committed: _Optional[int] = ..., steps: _Optional[int] = ..., row_steps: _Optional[int] = ..., draft_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., acceptance: _Optional[float] = ..., batch_spread_mean: _Optional[float] = ..., waiting_tokens: _Optional[int] = ..., outstanding_tokens: _Optional[int] = ..., tokens_per_s: _Optional[float] = ..., preempted: _Optional[int] = ..., moved: _Optional[int] = ..., recovered: _Optional[int] = ..., stopping: _Optional[bool] = ..., batches: _Optional[int] = ..., batch_spread_sum: _Optional[int] = ..., kv_positions_own: _Optional[int] = ..., kv_positions_read: _Optional[int] = ..., prefill_tokens: _Optional[int] = ..., reused_tokens: _Optional[int] = ..., shards: _Optional[_Iterable[_Union[ShardStatus, _Mapping]]] = ...) -> None: ...
+    def __init__(self, ready: _Optional[bool] = ..., pool_incarnation: _Optional[str] = ..., pool_uptime_s: _Optional[float] = ..., replicas: _Optional[_Iterable[_Union[ReplicaStatus, _Mapping]]] = ..., waiting: _Optional[int] = ..., running: _Optional[int] = ..., requests_finished: _Optional[int] = ..., tokens_committed: _Optional[int] = ..., steps: _Optional[int] = ..., row_steps: _Optional[int] = ..., draft_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., acceptance: _Optional[float] = ..., batch_spread_mean: _Optional[float] = ..., waiting_tokens: _Optional[int] = ..., outstanding_tokens: _Optional[int] = ..., tokens_per_s: _Optional[float] = ..., preempted: _Optional[int] = ..., moved: _Optional[int] = ..., recovered: _Optional[int] = ..., stopping: _Optional[bool] = ..., batches: _Optional[int] = ..., batch_spread_sum: _Optional[int] = ..., prefill_tokens: _Optional[int] = ..., reused_tokens: _Optional[int] = ..., shards: _Optional[_Iterable[_Union[ShardStatus, _Mapping]]] = ...) -> None: ...

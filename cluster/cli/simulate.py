@@ -190,7 +190,6 @@ def _cells(one: dict[str, Any], refused: bool) -> dict[str, str]:
         "latency": _times(one["latency_s"], 1, "s"),
         "rows per step": f"{one['rows_mean']:.1f}",
         "spread": f"{one['spread_mean']:.0f}",
-        "padding": f"{one['padding']:.1%}",
         "most that waited": str(one["waiting_most"]),
         "requests": str(one["requests"]),
     }

@@ -1,6 +1,6 @@
 """Which ready rows step next: rows of near length, with a bounded wait.
 
-A batch reads its KV cache as far as its longest row, so rows of one length cost least. A row is
+Where rows read the KV cache as far as the longest, those of one length cost least. A row is
 passed over whenever a batch of steps is dispatched on its replica while the row is ready and not in
 it. Let G = ceil(R / rows_max) be the least number of batches that hold the R rows that step on a
 replica (ready or in a batch), and w the config's `wait_rounds`. Two rules:
@@ -22,7 +22,6 @@ order in which they became ready, as in EQSPEC without grouping (arXiv 2510.2287
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import islice, takewhile
 
 from scheduler.state import ReadyRows, Row
@@ -46,47 +45,25 @@ def choose_rows(
 ) -> list[Row]:
     """The rows of the next batch, shortest first. `per_round` is G. Needs a ready row."""
     size = min(rows_max, len(ready))
-    behind = row_behind(ready, per_round, wait_rounds)
+    behind = _row_behind(ready, per_round, wait_rounds)
     window = ready.shortest(size) if behind is None else ready.tightest(behind, size)
-    if behind is None or not is_due(ready, per_round, wait_rounds):
+    due_from = (wait_rounds - 1) * per_round
+    if behind is None or ready.passes(ready.oldest()) < due_from:
         return window
     length = ready.length(behind)
-    due = takewhile(lambda row: ready.passes(row) >= (wait_rounds - 1) * per_round, ready)
+    due = takewhile(lambda row: ready.passes(row) >= due_from, ready)
     nearest = sorted(window, key=lambda row: abs(ready.length(row) - length))
     chosen = dict.fromkeys([*islice(due, size), *nearest])
     return ready.by_length(list(islice(chosen, size)))
 
 
-def row_behind(ready: ReadyRows[Row], per_round: int, wait_rounds: int) -> Row | None:
+def _row_behind(ready: ReadyRows[Row], per_round: int, wait_rounds: int) -> Row | None:
     """The row of rule 1, if one is behind."""
     oldest = ready.oldest()
     if 2 * ready.passes(oldest) >= (2 * wait_rounds - 3) * per_round:
         return oldest
     lag, row = ready.most_behind()
     return row if lag >= LAG else None
-
-
-def is_due(ready: ReadyRows[Row], per_round: int, wait_rounds: int) -> bool:
-    """Whether the oldest row is due (rule 2)."""
-    return ready.passes(ready.oldest()) >= (wait_rounds - 1) * per_round
-
-
-def part_of(lengths: Sequence[int], at: int, apart: float) -> tuple[int, int]:
-    """(begin, end) of the rows that step together with row `at`, of rows by rising length.
-
-    Rows that read their KV cache as one read as far as the longest of them, and from some spread on
-    two steps take less time than one. The rows are cut once, where that saves most KV positions, if
-    it saves more than `apart`, those whose reading takes as long as one more step. O(rows).
-    """
-
-    def saved(cut: int) -> int:
-        # The rows before it need not read as far as the longest.
-        return cut * (lengths[-1] - lengths[cut - 1])
-
-    cut = max(range(1, len(lengths)), key=saved, default=0)
-    if saved(cut) <= apart:
-        return 0, len(lengths)
-    return (0, cut) if at < cut else (cut, len(lengths))
 
 
 def may_step(

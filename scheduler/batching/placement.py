@@ -10,15 +10,14 @@ place serves it. The rule, in this order:
 2. Balance: a replica with over `rows_max` residents more than the lightest one with room leaves
    the sequence to that one.
 3. Prefix: where replicas share prefixes, one that has the sequence's own may have a resident more
-   for every PREFIX_TOKENS_PER_ROW of its tokens. A replica that is busy leaves the sequence to
-   another that is better off in this way and also busy, passes_max times at most.
+   for every PREFIX_TOKENS_PER_ROW of its tokens. One that comes while none has a place goes to the
+   first that has.
 4. Load: the fewest residents, then the lowest id.
 
-The queue (see `queue`) is served from its front, but a sequence that does not fit lets smaller
-ones pass: at most passes_max of them. Then it reserves the first replica that could hold it and has
-no reservation yet; until the sequence is placed, here or elsewhere, that replica takes besides only
-those that are before it in the queue. So one long request holds up one replica, not the cluster,
-and it waits at most until that replica is empty.
+The queue (see `queue`) is served from its front. A sequence that does not fit reserves the first
+replica that could hold it and has no reservation yet; until the sequence is placed, here or
+elsewhere, that replica takes besides only those that are before it in the queue. So one long
+request holds up one replica, not the cluster, and it waits at most until that replica is empty.
 
 A sequence in quarantine (see `faults`) goes with others in quarantine only, to a replica with
 nothing in flight, and not to one that is excluded for it. If it cannot go at once, it reserves the
@@ -62,10 +61,6 @@ class Placement:
     chunks: list[Chunk] = field(default_factory=list)
     tokens_left: int = 0
     """What these leave of the batch for rows that were begun."""
-    overtaken: list[tuple[Sequence, int]] = field(default_factory=list)
-    """Sequences that do not fit here, and how many that were behind them are placed."""
-    deferred: list[Sequence] = field(default_factory=list)
-    """Sequences that other replicas have the prefix of."""
     reserve: Sequence | None = None
     """A sequence that reserves this replica now."""
 
@@ -164,7 +159,6 @@ def _next_rows(replica: ReplicaRecord, pool: Pool, tokens: int) -> Placement:
     if replica.draining or rows_most <= 0:
         return placement
     taken = taken_most = looked_at = 0
-    passed_over: list[tuple[Sequence, int]] = []
     # Asked once: the load of other replicas does not change while this one chooses.
     others = [pool.replicas[one] for _, one in pool.open[:CANDIDATES_MAX] if one != replica.id]
     reserved_for, least = replica.reserved_for, least_part(tokens)
@@ -177,21 +171,14 @@ def _next_rows(replica: ReplicaRecord, pool: Pool, tokens: int) -> Placement:
             continue
         looked_at += 1
         if not replica.has_blocks(sequence, taken, taken_most):
-            passed_over.append((sequence, len(chunks)))
             if sequence.reservation is None and reserved_for is None:
-                passes_left = config.passes_max - sequence.overtaken
-                if passes_left <= 0:
-                    placement.reserve = sequence
-                    break
-                rows_most = min(rows_most, len(chunks) + passes_left)
+                placement.reserve = sequence
+                break
             continue
         part = min(sequence.fill, left)
         load = replica.load + len(chunks)
         if part < min(sequence.fill, least) or _is_lighter(others, sequence, load, config):
             break
-        if _has_rival(replica, others, sequence, load, config):
-            placement.deferred.append(sequence)
-            continue
         chunks.append((sequence, 0, part))
         taken += replica.blocks_for(sequence)
         taken_most += replica.blocks_limit(sequence)
@@ -199,9 +186,6 @@ def _next_rows(replica: ReplicaRecord, pool: Pool, tokens: int) -> Placement:
         if part < sequence.fill:
             break
     placement.tokens_left = left
-    placement.overtaken = [
-        (sequence, len(chunks) - before) for sequence, before in passed_over if len(chunks) > before
-    ]
     return placement
 
 
@@ -226,37 +210,6 @@ def _is_lighter(
 def _rows_worth(replica: ReplicaRecord, sequence: Sequence) -> int:
     """How many residents more the replica may have than another, for the prefix that it has."""
     return replica.shared(sequence) // PREFIX_TOKENS_PER_ROW
-
-
-def _has_rival(
-    replica: ReplicaRecord,
-    others: list[ReplicaRecord],
-    sequence: Sequence,
-    load: int,
-    config: SchedulerConfig,
-) -> bool:
-    """Whether the sequence is left to another replica for its prefix (rule 3).
-
-    Both replicas are busy, so both look at the queue again soon. A sequence that lost its place is
-    not left: where it has been is where it should not go.
-    """
-    if not replica.spec.prefix_sharing or not (replica.pipeline.batches or replica.ready):
-        return False
-    if (
-        sequence.deferrals >= config.passes_max
-        or sequence.recovered
-        or sequence.reservation is not None
-    ):
-        return False
-    here = load - _rows_worth(replica, sequence)
-    return any(
-        (worth := _rows_worth(other, sequence))
-        and other.load - worth < here
-        and other.pipeline.batches
-        and not other.quarantined
-        and has_room(other, sequence, config)
-        for other in others
-    )
 
 
 def lightest(replica: ReplicaRecord, pool: Pool) -> ReplicaRecord | None:

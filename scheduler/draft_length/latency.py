@@ -47,15 +47,6 @@ def bucket(tokens: int) -> int:
     return 8 * octave + (below >> octave)
 
 
-@dataclass(frozen=True, slots=True)
-class Latency:
-    """One row of a latency table: work of about so many tokens, without reading KV."""
-
-    tokens: float
-    seconds: float
-    """At the machine's usual speed."""
-
-
 @dataclass(slots=True)
 class _Cell:
     """Means of like work. `seconds` are those at the machine's usual speed."""
@@ -161,10 +152,6 @@ class Latencies:
         if len(points) > 1:
             rise_s = self._seconds[-1] - self._seconds[0]
             self._rise_s = rise_s / (self._tokens[-1] - self._tokens[0])
-
-    def rows(self) -> tuple[Latency, ...]:
-        """What `status` shows."""
-        return tuple(map(Latency, self._tokens, self._seconds))
 
 
 def _mean(values: list[float], weights: list[int]) -> float:

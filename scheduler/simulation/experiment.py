@@ -94,8 +94,6 @@ class Figures:
     rows_mean: float = 0.0
     """Rows per step."""
     spread_mean: float = 0.0
-    padding: float = 0.0
-    """Share of the KV positions read that lie beyond a row's own."""
     committed_per_step: float = 0.0
     """Tokens per row and step."""
 
@@ -192,8 +190,6 @@ class Experiment:
         figures.batches = sums.batches
         figures.rows_mean = _ratio(sums.row_steps, sums.steps)
         figures.spread_mean = sums.spread_mean
-        read = sums.kv_positions_read
-        figures.padding = _ratio(read - sums.kv_positions_own, read)
         figures.committed_per_step = _ratio(figures.tokens, sums.row_steps)
         return figures
 

@@ -109,7 +109,7 @@ class SimulatedReplica:
         self._batch: Batch | None = None
         self._step_times = StepTimes()
         self._rows: list[_Resident] = []
-        self._steps = self._kv_own = self._kv_read = 0
+        self._steps = 0
 
     def receive(self, batch: Batch) -> None:
         """Takes a batch into the queue; it holds its rows until `end`."""
@@ -171,7 +171,7 @@ class SimulatedReplica:
         self._batch = batch
         self._step_times = self._times(batch)
         self._rows = [self.residents[row.sequence_id] for row in batch.prefill or batch.rows]
-        self._steps = self._kv_own = self._kv_read = 0
+        self._steps = 0
         for resident in self._rows:
             resident.begin(batch.draft_len)
         for row in batch.prefill:
@@ -194,16 +194,11 @@ class SimulatedReplica:
         self._steps += 1
         if batch.prefill:
             return False
-        draft_lens = [
-            min(row.draft_len, resident.tokens_left - 1)
-            for row, resident in zip(batch.rows, residents, strict=True)
-        ]
-        widths = [one.length + k for one, k in zip(residents, draft_lens, strict=True)]
-        self._kv_own += sum(widths)
-        self._kv_read += max(widths) * len(widths)
         finished = [
-            resident.step(draft_len, self._rng, self.spec.vocab_size)
-            for resident, draft_len in zip(residents, draft_lens, strict=True)
+            resident.step(
+                min(row.draft_len, resident.tokens_left - 1), self._rng, self.spec.vocab_size
+            )
+            for row, resident in zip(batch.rows, residents, strict=True)
         ]
         return self._steps < batch.steps and not any(finished)
 
@@ -223,7 +218,7 @@ class SimulatedReplica:
             total_s=times.total_s * steps,
         )
         rows = tuple([resident.result(steps) for resident in self._rows])
-        return StepResult(batch.id, self.id, rows, steps, whole, self._kv_own, self._kv_read)
+        return StepResult(batch.id, self.id, rows, steps, whole)
 
     def fail(self, batch: Batch) -> None:
         """The batch could not be run: rows of a prefill are gone, others are as before."""

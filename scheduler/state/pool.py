@@ -132,7 +132,6 @@ class Pool:
         """From the queue to a replica: reserves blocks until it leaves or is sent back."""
         self.waiting.remove(sequence)
         self.drop_reservation(sequence)
-        sequence.overtaken = sequence.deferrals = 0
         sequence.replica_id = replica.id
         replica.note_prefix(sequence)
         sequence.blocks = replica.blocks_for(sequence)

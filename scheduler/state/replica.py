@@ -46,8 +46,6 @@ class BatchFigures:
     committed_tokens: int = 0
     spread_sum: int = 0
     """Tokens between the longest and the shortest row, over the step batches."""
-    kv_positions_own: int = 0
-    kv_positions_read: int = 0
     prefill_tokens: int = 0
     """KV positions that prefill batches computed."""
     reused_tokens: int = 0
@@ -77,8 +75,6 @@ class BatchFigures:
         self.spread_sum += batch.spread
         self.steps += result.steps
         self.committed_tokens += committed_tokens
-        self.kv_positions_own += result.kv_positions_own
-        self.kv_positions_read += result.kv_positions_read
         for row in result.rows:
             self.row_steps += row.steps
             self.draft_tokens += row.draft_tokens

@@ -122,8 +122,6 @@ class Sequence:
     """While it is being filled: its valid KV positions once the batch in flight is done."""
     queued_s: float = 0.0
     """Seconds in the queue until a replica first took it."""
-    overtaken: int = 0
-    """How many later requests were placed while this one waited and did not fit."""
     reservation: str | None = None
     """The replica that takes nothing behind this sequence in the queue until it fits."""
     checked: bool = False
@@ -135,8 +133,6 @@ class Sequence:
     replicas: list[str] = field(default_factory=list)
     recovered: int = 0
     cached_tokens: int = 0
-    deferrals: int = 0
-    """How often a replica left it to another that has its prefix."""
     keys: tuple[BlockKey, ...] = ()
     """Of its blocks, as far as they were asked for; with blocks of `keys_size` positions."""
     keys_size: int = 0

@@ -27,7 +27,6 @@ def draw(seed: int, number: int) -> tuple[int, Knobs]:
         replicas=rng.randint(1, 5),
         rows_max=rng.choice([1, 2, 3, 4, 8, 16]),
         batches_in_flight_max=rng.randint(1, 4),
-        passes_max=rng.randint(1, 6),
         steps_per_batch_max=rng.choice([1, 2, 4, 8]),
         residents_max=rng.choice([1, 2, 5, 16, 64]),
         waiting_requests_max=rng.choice([3, 20, *[4096] * 6]),

@@ -37,7 +37,6 @@ class Knobs:
     replicas: int = 2
     rows_max: int = 4
     batches_in_flight_max: int = 2
-    passes_max: int = 3
     wait_rounds: int = 4
     steps_per_batch_max: int = 4
     residents_max: int = 16
@@ -132,7 +131,6 @@ def build(seed: int, knobs: Knobs) -> tuple[World, list[Request]]:
         draft_len=rng.choice([None, None, 0, 1, 4, 8]),
         steps_per_batch_max=knobs.steps_per_batch_max,
         batches_in_flight_max=knobs.batches_in_flight_max,
-        passes_max=knobs.passes_max,
         wait_rounds=knobs.wait_rounds,
         prefill_rows_max=rng.choice([1, 4, 8]),
         prefill_tokens_max=rng.choice([1, 5, 16, 64, 2048]),

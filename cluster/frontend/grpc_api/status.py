@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -10,7 +9,6 @@ from google.protobuf.message import Message
 
 from cluster.pool.protocol import PoolView
 from protos import lockstep_pb2 as pb
-from scheduler.draft_length import Latency
 from scheduler.status import ReplicaStatus
 
 _M = TypeVar("_M", bound=Message)
@@ -46,20 +44,10 @@ def _shard(view: PoolView) -> pb.ShardStatus:
 
 
 def _replica(replica: ReplicaStatus) -> pb.ReplicaStatus:
-    found = replica.estimates
-    estimates = _copied(
-        pb.CostEstimates,
-        (found,),
-        apart_positions=found.apart_positions if math.isfinite(found.apart_positions) else None,
-        **{name: _latencies(getattr(found, name)) for name in ("draft", "step", "prefill")},
-    )
+    estimates = _copied(pb.CostEstimates, (replica.estimates,))
     free = replica.spec.kv_blocks - replica.kv_blocks_used
     sources = (replica, replica.spec, replica.figures)
     return _copied(pb.ReplicaStatus, sources, kv_blocks_free=free, cost_estimates=estimates)
-
-
-def _latencies(rows: Sequence[Latency]) -> list[pb.Latency]:
-    return [pb.Latency(tokens=one.tokens, seconds=one.seconds) for one in rows]
 
 
 def _copied(kind: type[_M], sources: Sequence[object], **others: Any) -> _M:

@@ -251,7 +251,6 @@ def test_estimates_tell_what_was_measured() -> None:
     assert found.acceptance_greedy == pytest.approx(0.8, abs=0.08)
     assert found.step_s == pytest.approx(pair.step_s(8, found.draft_len), rel=0.05)
     assert found.draft_len < 8
-    assert found.step[0].seconds == pytest.approx(TARGET(1, 0), rel=0.05)
 
 
 def test_the_first_long_prompt_comes_in_chunks_where_prefills_were_tried() -> None:

@@ -4,7 +4,6 @@ that a status answer sums over the replicas.
 
 from __future__ import annotations
 
-import math
 from dataclasses import fields, replace
 
 import pytest
@@ -14,7 +13,7 @@ from cluster.frontend.grpc_api.status import to_status
 from cluster.frontend.status_codes import Refusal, refusal_of_finish
 from cluster.pool.protocol import PoolView
 from protos import lockstep_pb2 as pb
-from scheduler.draft_length import CostEstimates, Latency
+from scheduler.draft_length import CostEstimates
 from scheduler.messages import Finish, FinishReason, ReplicaSpec
 from scheduler.state import BatchFigures
 from scheduler.status import PoolStatus, ReplicaStatus
@@ -37,7 +36,7 @@ def test_others_are_named_as_the_client_named_them(reason: FinishReason, code: S
     assert "pool-1" not in unsaid.message
 
 
-def replica_status(name: str, groups: int, spread_sum: int, own: int, read: int) -> ReplicaStatus:
+def replica_status(name: str, batches: int, spread_sum: int) -> ReplicaStatus:
     return ReplicaStatus(
         id=name,
         spec=ReplicaSpec(
@@ -50,22 +49,19 @@ def replica_status(name: str, groups: int, spread_sum: int, own: int, read: int)
             drafter="suffix",
         ),
         figures=BatchFigures(
-            step_batches=groups,
+            step_batches=batches,
             spread_sum=spread_sum,
-            kv_positions_own=own,
-            kv_positions_read=read,
             prefill_tokens=10,
             reused_tokens=2,
         ),
     )
 
 
-def test_a_status_answer_sums_spread_and_padding_over_the_replicas() -> None:
-    replicas = (replica_status("a", 3, 12, 900, 1000), replica_status("b", 1, 5, 50, 70))
+def test_a_status_answer_sums_spread_over_the_replicas() -> None:
+    replicas = (replica_status("a", 3, 12), replica_status("b", 1, 5))
     view = PoolView("one", 2.0, PoolStatus(0, 0, replicas, finished={}))
     answer = to_status(view)
     assert (answer.batches, answer.batch_spread_sum) == (4, 17)
-    assert (answer.kv_positions_own, answer.kv_positions_read) == (950, 1070)
     assert (answer.prefill_tokens, answer.reused_tokens) == (20, 4)
     assert [replica.vocab_size for replica in answer.replicas] == [320, 320]
     assert [replica.attention for replica in answer.replicas] == ["paged", "paged"]
@@ -74,22 +70,12 @@ def test_a_status_answer_sums_spread_and_padding_over_the_replicas() -> None:
 
 
 def test_a_status_answer_has_all_that_the_pool_expects_of_a_replica() -> None:
-    tables = {
-        name: (Latency(1.0, 0.1 * number), Latency(8.0, 0.2 * number))
-        for number, name in enumerate(("draft", "step", "prefill"), start=1)
-    }
-    expected = CostEstimates(5, 2, 0.03, 0.004, 0.8, 0.6, 5e4, 1.25, **tables)
-    one = replace(replica_status("a", 3, 12, 900, 1000), estimates=expected)
+    expected = CostEstimates(5, 2, 0.03, 0.004, 0.8, 0.6, 1.25)
+    one = replace(replica_status("a", 3, 12), estimates=expected)
     view = PoolView("one", 2.0, PoolStatus(0, 0, (one,), finished={}))
     told = to_status(view).replicas[0].cost_estimates
     assert {field.name for field in fields(CostEstimates)} == {
         field.name for field in pb.CostEstimates.DESCRIPTOR.fields
     }
     for field in fields(CostEstimates):
-        sent = getattr(told, field.name)
-        if field.name in tables:
-            sent = tuple(Latency(row.tokens, row.seconds) for row in sent)
-        assert sent == getattr(expected, field.name), field.name
-    never = replace(one, estimates=replace(expected, apart_positions=math.inf))
-    view = replace(view, status=replace(view.status, replicas=(never,)))
-    assert not to_status(view).replicas[0].cost_estimates.HasField("apart_positions")
+        assert getattr(told, field.name) == getattr(expected, field.name), field.name
