@@ -201,31 +201,8 @@ class StepResult:
     shape all of its bucket, in place whole blocks where the kernel reads those."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepTiming:
-    """What one step took on a replica: the mean over a batch's steps, or a trial before it joined.
-
-    Times are in seconds.
-    """
-
-    rows: int
-    draft_len: int
-    kv_read: float
-    """KV positions that the target read, without what pads a fixed shape."""
-    draft_s: float
-    """All draft passes together."""
-    verify_s: float
-    rest_s: float
-    """Neither draft nor target: choosing tokens, bookkeeping."""
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillTiming:
-    """What filling the first positions of one row took in a trial before the replica joined."""
-
-    tokens: int
-    """KV positions."""
-    prefill_s: float
+TriedBatch = tuple[Batch, StepResult]
+"""A batch that a replica ran before it joined, and what came of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,8 +243,8 @@ class ReplicaSpec:
     """Of the target's weights, the dtype and what else decides output; empty: unknown."""
     reads_apart: bool = False
     """Whether a row of a batch reads about as far as its own KV goes, not as far as the longest."""
-    timings: tuple[StepTiming | PrefillTiming, ...] = field(default=(), compare=False)
-    """Trials that it ran before it joined; what the pool believes of its speed at first."""
+    trials: tuple[TriedBatch, ...] = field(default=(), compare=False)
+    """From them the pool learns its speed at first; it keeps none of them."""
     acceptance: float | None = field(default=None, compare=False)
     """Share of first draft tokens that were right in such a trial; None: not tried."""
 

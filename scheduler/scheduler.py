@@ -11,6 +11,7 @@ A replica that obeys the actions of its own in their order never needs more bloc
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from scheduler.admission import check_servable, refusal
@@ -146,7 +147,8 @@ class Scheduler:
         if event.replica_id in self.pool.replicas:
             return
         unchecked = not self.pool.specs
-        self.pool.join(event.replica_id, event.spec)
+        # A status carries specs: none needs the trials again.
+        self.pool.join(event.replica_id, replace(event.spec, trials=()))
         self._policy.joined(event.replica_id, event.spec)
         if unchecked:
             for sequence in list(self.pool.waiting.values()):

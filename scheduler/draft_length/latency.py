@@ -17,8 +17,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from operator import mul
 
-from scheduler.messages import PrefillTiming, StepTiming
-
 CELLS_MAX = 128
 """Buckets of one kind of work; the one seen longest ago goes first."""
 CELL_RATE = 0.03
@@ -30,8 +28,8 @@ OUTLIER = 1.5
 change is still followed within some tens of steps."""
 STALE = 256
 """A bucket that was not seen for so many steps may be tried again."""
-CALIBRATED = 4
-"""Times that each figure of a replica's calibration stands for: it is a median."""
+COUNT_MAX = 4
+"""Times of a bucket that count where several of the same tokens are put together."""
 FIT_EVERY = 16
 """Steps after which the table is interpolated anew; sooner while few were seen."""
 
@@ -109,9 +107,9 @@ class Latencies:
             return None
         return max(cell.seconds + self.kv_s * (kv - cell.kv), 0.5 * cell.seconds)
 
-    def observe(self, tokens: int, kv: float, seconds: float, now: int, count: int = 1) -> bool:
-        """Work took `seconds` at the usual speed, in step number `now`; `count` times, if it is
-        the first of its bucket. Returns whether it tells something new."""
+    def observe(self, tokens: int, kv: float, seconds: float, now: int) -> bool:
+        """Work took `seconds` at the usual speed, in step number `now`. Returns whether it tells
+        something new."""
         at = bucket(tokens)
         new = self.stale(tokens, now)
         self._last[at] = now
@@ -120,7 +118,7 @@ class Latencies:
         if cell is None:
             if len(self._cells) >= CELLS_MAX:
                 del self._cells[min(self._cells, key=lambda one: self._cells[one].last)]
-            self._cells[key] = _Cell(tokens, kv, seconds, count, now)
+            self._cells[key] = _Cell(tokens, kv, seconds, 1, now)
             return True
         rate = max(1.0 / cell.count, CELL_RATE)
         cell.tokens += rate * (tokens - cell.tokens)
@@ -138,7 +136,7 @@ class Latencies:
         self.kv_s = _slope([cells for cells in alike.values() if len(cells) > 1])
         points = []
         for cells in alike.values():
-            weights = [min(cell.count, CALIBRATED) for cell in cells]
+            weights = [min(cell.count, COUNT_MAX) for cell in cells]
             tokens = _mean([cell.tokens for cell in cells], weights)
             base_s = _mean([max(one.seconds - self.kv_s * one.kv, 0.0) for one in cells], weights)
             points.append((tokens, base_s))
@@ -185,9 +183,9 @@ class StepCosts:
 
 
 class LatencyTable:
-    """One replica's table. A new one knows what the replica's calibration found."""
+    """One replica's table."""
 
-    def __init__(self, timings: Iterable[StepTiming | PrefillTiming] = ()) -> None:
+    def __init__(self) -> None:
         self.step = Latencies()
         self.draft = Latencies()
         self.prefill = Latencies()
@@ -199,17 +197,6 @@ class LatencyTable:
         self._seen = 0
         self._waiting = 0
         """Of those, the ones that are not interpolated yet."""
-        for one in timings:
-            if isinstance(one, PrefillTiming):
-                self.prefill.observe(one.tokens, 0, one.prefill_s, 0, CALIBRATED)
-                continue
-            step_s = one.verify_s + one.rest_s
-            tokens = one.rows * (one.draft_len + 1)
-            self.step.observe(tokens, one.kv_read, step_s, 0, CALIBRATED)
-            if one.draft_len:
-                pass_s = one.draft_s / one.draft_len
-                self.draft.observe(one.rows, one.kv_read, pass_s, 0, CALIBRATED)
-        self._fit()
 
     @property
     def known(self) -> bool:

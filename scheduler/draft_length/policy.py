@@ -118,12 +118,14 @@ class DraftPolicy:
         """A replica is there; called once per incarnation."""
         fixed = [one for one in (self._config.draft_len, spec.draft_len) if one is not None]
         most = min(spec.draft_len_max, self._config.draft_len_max)
-        self._replicas[replica_id] = _Known(
-            table=LatencyTable(spec.timings),
+        known = self._replicas[replica_id] = _Known(
+            table=LatencyTable(),
             most=most,
             fixed=min(*fixed, spec.draft_len_max) if fixed else None,
             draft_len=min(FALLBACK, most),
         )
+        for batch, result in spec.trials:
+            self._observe_times(known, batch, result)
         if spec.acceptance is not None:
             self._acceptance.expect(spec.acceptance)
 
@@ -185,15 +187,12 @@ class DraftPolicy:
         """A batch is done: its times, and what its live rows accepted. `round_trip_s` is what
         passed beside its run, where nothing else was in flight."""
         known = self._replicas[result.replica_id]
-        if batch.kind is BatchKind.PREFILL:
-            self._observe_prefill(known, batch, result)
-        elif result.steps:
-            if round_trip_s is not None:
-                before = known.round_trip_s
-                usual_s = round_trip_s if before is None else before + 0.1 * (round_trip_s - before)
-                # The least is what matters: a round trip is long by chance only.
-                known.round_trip_s = min(round_trip_s, usual_s)
-            self._observe_steps(known, batch, result)
+        if result.steps and round_trip_s is not None:
+            before = known.round_trip_s
+            usual_s = round_trip_s if before is None else before + 0.1 * (round_trip_s - before)
+            # The least is what matters: a round trip is long by chance only.
+            known.round_trip_s = min(round_trip_s, usual_s)
+        self._observe_times(known, batch, result)
         self._acceptance.observe(answers)
 
     def estimates(self, replica_id: str) -> CostEstimates:
@@ -256,6 +255,12 @@ class DraftPolicy:
         return max(1, min(wanted, steps_most, int(BATCH_S_MAX / step_s)))
 
     # ----------------------------------------------------------------- results
+
+    def _observe_times(self, known: _Known, batch: Batch, result: StepResult) -> None:
+        if batch.kind is BatchKind.PREFILL:
+            self._observe_prefill(known, batch, result)
+        elif result.steps:
+            self._observe_steps(known, batch, result)
 
     def _observe_prefill(self, known: _Known, batch: Batch, result: StepResult) -> None:
         tokens = before = 0

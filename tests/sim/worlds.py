@@ -19,7 +19,6 @@ from scheduler.messages import (
     ReplicaSpec,
     Request,
     SamplingParams,
-    StepTiming,
     Submit,
 )
 from scheduler.simulation import FaultPlan, FittedTimes, Report, World, reference_output
@@ -150,12 +149,6 @@ def build(seed: int, knobs: Knobs) -> tuple[World, list[Request]]:
         prefill_fixed_s=0.002,
         prefill_token_s=5e-6,
     )
-    # Where it is known from the start that reading takes long, batches are cut.
-    timings = tuple(
-        StepTiming(rows, 0, kv, 0.0, 0.004 + 2e-5 * rows + times.kv_position_s * kv, 0.0)
-        for rows in (1, 4)
-        for kv in (16, 256)
-    )
     world = World(rng, times.times, config, faults=faults, watch=watcher)
     watcher.world = world
     names = [f"r{index}" for index in range(knobs.replicas)]
@@ -168,7 +161,6 @@ def build(seed: int, knobs: Knobs) -> tuple[World, list[Request]]:
             vocab_size=VOCAB_SIZE,
             rows_max={30: 1, 60: 3}.get(kv_blocks) if knobs.faults else None,
             prefix_sharing=rng.random() < 0.7,
-            timings=timings,
         )
         world.join(rng.choice([0.0, 0.0, 0.1]), name, spec)
     requests = [random_request(rng, f"q{index}") for index in range(knobs.requests)]
