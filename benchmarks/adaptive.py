@@ -40,10 +40,10 @@ class LinearCost(NamedTuple):
     """Seconds: once, per token and per KV position."""
 
     fixed_s: float
-    token_s: float
+    token_s: float = 0.0
     kv_s: float = 0.0
 
-    def __call__(self, tokens: int, kv: int) -> float:
+    def __call__(self, tokens: float, kv: float) -> float:
         return self.fixed_s + self.token_s * tokens + self.kv_s * kv
 
 

@@ -90,7 +90,9 @@ class Latencies:
             base_s = seconds[at - 1] + share * (seconds[at] - seconds[at - 1])
         elif known:
             end = 0 if at == 0 else -1
-            base_s = max(seconds[end] + self._rise_s * (tokens - known[end]), 0.0)
+            # Fewer tokens take at least their share: no work takes no time.
+            least_s = seconds[end] * min(tokens / known[end], 1.0)
+            base_s = max(seconds[end] + self._rise_s * (tokens - known[end]), least_s)
         else:
             base_s = 0.0
         return base_s + self.kv_s * kv

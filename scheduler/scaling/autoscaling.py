@@ -17,6 +17,12 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from scheduler.state import BatchFigures
 from scheduler.status import PoolStatus
 
+LOOK_S = 0.5
+"""How often the pool is looked at."""
+STARTING_MAX = 4
+"""Replicas that may be on their way at once."""
+DOWN_SHARE = 0.7
+"""A replica is removed only if the others would be used up to this share."""
 _SAMPLE_S = 1.0
 """Least time of work that says something about a replica's speed."""
 _MEMORY_S = 20.0
@@ -49,24 +55,11 @@ class AutoscalingConfig(BaseModel):
     idle_s: float = Field(
         default=300.0, ge=0, description="Time without any request until the last replica goes."
     )
-    down_share: float = Field(
-        default=0.7,
-        gt=0,
-        le=1,
-        description="A replica is removed only if the others would be used up to this share.",
-    )
-    starting_max: int = Field(
-        default=4, ge=1, description="Replicas that may be on their way at once."
-    )
-    down_step: int = Field(
-        default=1, ge=1, description="Most replicas that are removed at once; then the delay again."
-    )
     tokens_per_s: float = Field(
         default=500.0,
         gt=0,
         description="What one replica is taken to commit per second until that was measured.",
     )
-    look_s: float = Field(default=0.5, gt=0, description="How often the pool is looked at.")
 
     @model_validator(mode="after")
     def _min_is_not_above_max(self) -> AutoscalingConfig:
@@ -122,12 +115,12 @@ def wanted_replicas(
         # Without a low since: what was low before this must last its delay anew.
         state = replace(state, high_since_s=since_s, low_since_s=None, low_most=0)
         if now_s - since_s >= config.up_delay_s:
-            wanted = max(wanted, min(enough, status.serving + config.starting_max))
+            wanted = max(wanted, min(enough, status.serving + STARTING_MAX))
         return wanted, state
     state = replace(state, high_since_s=None)
     if partial:
         return wanted, state
-    needed = max(_whole(max(queue, work) / config.down_share, config), 1, config.min_replicas)
+    needed = max(_whole(max(queue, work) / DOWN_SHARE, config), 1, config.min_replicas)
     if needed < wanted:
         return _down(config, needed, wanted, state, now_s)
     state = replace(state, low_since_s=None, low_most=0)
@@ -151,8 +144,7 @@ def _down(
     most = max(needed, state.low_most)
     if now_s - since_s < config.down_delay_s:
         return wanted, replace(state, low_since_s=since_s, low_most=most)
-    fewer = max(min(most, wanted), wanted - config.down_step)
-    return fewer, replace(state, low_since_s=now_s, low_most=0)
+    return max(most, wanted - 1), replace(state, low_since_s=now_s, low_most=0)
 
 
 def _whole(replicas: float, config: AutoscalingConfig) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, insort
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable
 from itertools import takewhile
 
@@ -17,43 +17,25 @@ from scheduler.queue import WaitingQueue
 from scheduler.state.replica import ReplicaRecord
 from scheduler.state.sequence import IN_FLIGHT, RESIDENT, Chunk, Move, Sequence, State
 
-WINDOW_S = 10
+RATE_S = 5.0
+"""Time over which the rate of tokens is a mean."""
 REACHED_RECENT = 0.02
 """Weight of the last request in what is expected of others."""
 
 
 class RateMeter:
-    """Counts tokens in slots of one second; what is older than WINDOW_S is forgotten."""
+    """Tokens per second: a mean that forgets, so that what is RATE_S old counts a third."""
 
     def __init__(self) -> None:
-        self._slots: deque[list[int]] = deque()
-        """[second, tokens], rising."""
-        self._sum = 0
-        self._began_s = 0.0
+        self._rate = 0.0
+        self._at_s = 0.0
 
     def add(self, tokens: int, now_s: float) -> None:
-        second = int(now_s)
-        self._drop(second)
-        if not self._slots:  # the first ever, or after a pause
-            self._began_s = now_s
-        self._sum += tokens
-        if self._slots and self._slots[-1][0] == second:
-            self._slots[-1][1] += tokens
-        else:
-            self._slots.append([second, tokens])
+        self._rate = self.per_s(now_s) + tokens / RATE_S
+        self._at_s = now_s
 
     def per_s(self, now_s: float) -> float:
-        """0 before the first token and after WINDOW_S without one."""
-        self._drop(int(now_s))
-        if not self._slots:
-            return 0.0
-        # In the first seconds the window is not full; a second is the least that means anything.
-        span_s = min(max(now_s - self._began_s, 1.0), float(WINDOW_S))
-        return self._sum / span_s
-
-    def _drop(self, second: int) -> None:
-        while self._slots and self._slots[0][0] <= second - WINDOW_S:
-            self._sum -= self._slots.popleft()[1]
+        return self._rate * math.exp((self._at_s - now_s) / RATE_S)
 
 
 class Pool:

@@ -49,6 +49,28 @@ class Knobs:
     kv_reserve: float = 0.5
 
 
+def draw(seed: int, number: int) -> tuple[int, Knobs]:
+    """The seed and the knobs of world `number`: the same for ever, whatever ran before."""
+    rng = Random(f"{seed}/{number}")
+    knobs = Knobs(
+        requests=rng.choice([1, 3, 10, 20, 30, 40, 80, 150]),
+        replicas=rng.randint(1, 5),
+        rows_max=rng.choice([1, 2, 3, 4, 8, 16]),
+        batches_in_flight_max=rng.randint(1, 4),
+        steps_per_batch_max=rng.choice([1, 2, 4, 8]),
+        residents_max=rng.choice([1, 2, 5, 16, 64]),
+        waiting_requests_max=rng.choice([3, 20, *[4096] * 6]),
+        faults=rng.random() < 0.7,
+        deaths=rng.choice([0, 0, 1, 2, 4, 8]),
+        drains=rng.choice([0, 0, 1, 2, 4]),
+        cancels=rng.choice([0, 0, 2, 6, 20]),
+        deadly=rng.choice([0, 0, 0, 1, 2]),
+        kv_reserve=rng.choice([0.0, 0.25, 0.5, 1.0]),
+        wait_rounds=rng.choice([1, 2, 4, 4, 7]),
+    )
+    return rng.randrange(2**32), knobs
+
+
 class Watcher:
     """Looks at the books after every event."""
 

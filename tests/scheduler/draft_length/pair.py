@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from random import Random
-from typing import NamedTuple
 
+from benchmarks.adaptive import LinearCost
 from scheduler.config import SchedulerConfig
 from scheduler.draft_length.policy import DraftPolicy, StepPlan
 from scheduler.messages import (
@@ -24,17 +24,6 @@ from scheduler.simulation.replica import Resident
 from scheduler.state.sequence import Answer, Sequence
 
 LENGTH = 100
-
-
-class LinearCost(NamedTuple):
-    """Seconds: once, per token and per KV position."""
-
-    fixed_s: float
-    token_s: float = 0.0
-    kv_s: float = 0.0
-
-    def __call__(self, tokens: float, kv: float) -> float:
-        return self.fixed_s + self.token_s * tokens + self.kv_s * kv
 
 
 class Pair:
