@@ -103,21 +103,6 @@ class Scheduler:
         """The pool as it stands, O(replicas)."""
         return pool_status(self.pool, self._now_s, self._policy)
 
-    @property
-    def outstanding_tokens(self) -> int:
-        """Tokens that accepted requests are expected to commit; as in `snapshot`, O(1)."""
-        return self.pool.outstanding_tokens
-
-    @property
-    def expected_share(self) -> float:
-        """The part of its limit that a request is expected to commit."""
-        return self.pool.expected_share
-
-    @property
-    def waiting(self) -> int:
-        """Requests that wait for a replica, O(1)."""
-        return len(self.pool.waiting)
-
     # ----------------------------------------------------------------- events
 
     def _submit(self, event: Submit, now_s: float) -> None:

@@ -5,12 +5,11 @@ passed over whenever a batch of steps is dispatched on its replica while the row
 it. Let G = ceil(R / rows_max) be the least number of batches that hold the R rows that step on a
 replica (ready or in a batch), and w the config's `wait_rounds`. Two rules:
 
-1. The window. If a row is behind, take the tightest window around the one that is furthest behind;
-   else around the shortest row. The oldest row is behind if it was passed over (w - 1.5) * G times;
-   or else the row with the greatest lag, if an equal share is LAG steps more than it had: one that
-   always waits a little longer ends much later. A row without a token is behind all others.
-2. Due rows first. A row is due once it was passed over (w - 1) * G times. Due rows come first, the
-   oldest before the others, and the window fills what is left of the batch.
+1. Due rows first. A row is due once it was passed over (w - 1) * G times. Due rows come first, the
+   oldest before the others, and those next to the oldest fill what is left of the batch.
+2. The window. If no row is due, take the tightest window around the row with the greatest lag, if
+   an equal share is LAG steps more than it had: one that always waits a little longer ends much
+   later. A row without a token is behind all others. If none is so far behind, the shortest rows.
 
 The bound: no row is passed over more than w * G - 1 times in a row, G taken at its largest during
 the wait. Rows that became ready after a row s were passed over no more often than s. Once s is due,
@@ -44,26 +43,17 @@ def choose_rows(
     ready: ReadyRows[Row], rows_max: int, per_round: int, wait_rounds: int
 ) -> list[Row]:
     """The rows of the next batch, shortest first. `per_round` is G. Needs a ready row."""
-    size = min(rows_max, len(ready))
-    behind = _row_behind(ready, per_round, wait_rounds)
-    window = ready.shortest(size) if behind is None else ready.tightest(behind, size)
-    due_from = (wait_rounds - 1) * per_round
-    if behind is None or ready.passes(ready.oldest()) < due_from:
-        return window
-    length = ready.length(behind)
+    size, due_from = min(rows_max, len(ready)), (wait_rounds - 1) * per_round
+    oldest = ready.oldest()
+    if ready.passes(oldest) < due_from:
+        lag, row = ready.most_behind()
+        return ready.tightest(row, size) if lag >= LAG else ready.shortest(size)
     due = takewhile(lambda row: ready.passes(row) >= due_from, ready)
+    length = ready.length(oldest)
+    window = ready.tightest(oldest, size)
     nearest = sorted(window, key=lambda row: abs(ready.length(row) - length))
     chosen = dict.fromkeys([*islice(due, size), *nearest])
     return ready.by_length(list(islice(chosen, size)))
-
-
-def _row_behind(ready: ReadyRows[Row], per_round: int, wait_rounds: int) -> Row | None:
-    """The row of rule 1, if one is behind."""
-    oldest = ready.oldest()
-    if 2 * ready.passes(oldest) >= (2 * wait_rounds - 3) * per_round:
-        return oldest
-    lag, row = ready.most_behind()
-    return row if lag >= LAG else None
 
 
 def may_step(

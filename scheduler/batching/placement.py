@@ -33,6 +33,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 
 from scheduler.batching.grouping import batches_per_round
 from scheduler.batching.prefill import first_half, least_part
@@ -48,10 +49,9 @@ PREFIX_TOKENS_PER_ROW = 64
 steps, and what one row more costs over its life."""
 PREFILL_TOKENS_PER_STEP = 32
 """About so many tokens are prefilled in the time in which a row commits one."""
-SCAN_MAX = 32
-"""Waiting sequences looked at, from the front, when a replica has a place."""
-SKIPS_FACTOR = 16
-"""Bounds the search of a small replica behind requests that only larger ones could hold."""
+SCAN_MAX = 512
+"""Waiting sequences looked at, from the front, when a replica has a place. Those that only larger
+replicas could hold may stand before others."""
 
 
 @dataclass(slots=True)
@@ -143,9 +143,8 @@ def _next_quarantined(replica: ReplicaRecord, pool: Pool, again: bool) -> Placem
 def _next_rows(replica: ReplicaRecord, pool: Pool, tokens: int) -> Placement:
     """Other rows that this replica takes from the front of the queue for one prefill batch.
 
-    SCAN_MAX sequences at most are looked at, not counting SKIPS_FACTOR times as many that
-    an empty replica of this spec could not hold. A row that is begun with what is left of the batch
-    ends it, and so does one for which too little is left.
+    A row that is begun with what is left of the batch ends it, and so does one for which too little
+    is left.
     """
     config = pool.config
     left = tokens - first_half(replica, tokens)
@@ -158,18 +157,15 @@ def _next_rows(replica: ReplicaRecord, pool: Pool, tokens: int) -> Placement:
     )
     if replica.draining or rows_most <= 0:
         return placement
-    taken = taken_most = looked_at = 0
+    taken = taken_most = 0
     # Asked once: the load of other replicas does not change while this one chooses.
     others = [pool.replicas[one] for _, one in pool.open[:CANDIDATES_MAX] if one != replica.id]
     reserved_for, least = replica.reserved_for, least_part(tokens)
-    for seen, sequence in enumerate(_as_far_as(reserved_for, pool.waiting.values())):
-        if len(chunks) >= rows_most or looked_at == SCAN_MAX:
-            break
-        if seen >= SKIPS_FACTOR * SCAN_MAX:
+    for sequence in islice(_as_far_as(reserved_for, pool.waiting.values()), SCAN_MAX):
+        if len(chunks) >= rows_most:
             break
         if sequence.quarantined or not replica.could_hold(sequence):
             continue
-        looked_at += 1
         if not replica.has_blocks(sequence, taken, taken_most):
             if sequence.reservation is None and reserved_for is None:
                 placement.reserve = sequence

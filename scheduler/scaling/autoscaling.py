@@ -76,8 +76,6 @@ class ScalingState:
     """Since when the load asks for more than is wanted."""
     low_since_s: float | None = None
     """Since when fewer would do."""
-    low_most: int = 0
-    """The most that would have done since then."""
     live_s: float | None = None
     """When there was a request last."""
 
@@ -113,7 +111,7 @@ def wanted_replicas(
     if enough > wanted:
         since_s = now_s if state.high_since_s is None else state.high_since_s
         # Without a low since: what was low before this must last its delay anew.
-        state = replace(state, high_since_s=since_s, low_since_s=None, low_most=0)
+        state = replace(state, high_since_s=since_s, low_since_s=None)
         if now_s - since_s >= config.up_delay_s:
             wanted = max(wanted, min(enough, status.serving + STARTING_MAX))
         return wanted, state
@@ -122,8 +120,12 @@ def wanted_replicas(
         return wanted, state
     needed = max(_whole(max(queue, work) / DOWN_SHARE, config), 1, config.min_replicas)
     if needed < wanted:
-        return _down(config, needed, wanted, state, now_s)
-    state = replace(state, low_since_s=None, low_most=0)
+        since_s = now_s if state.low_since_s is None else state.low_since_s
+        if now_s - since_s < config.down_delay_s:
+            return wanted, replace(state, low_since_s=since_s)
+        # One goes, and the delay begins again.
+        return wanted - 1, replace(state, low_since_s=now_s)
+    state = replace(state, low_since_s=None)
     if wanted == 1 and config.min_replicas == 0 and not live and state.live_s is not None:
         wanted = 0 if now_s - state.live_s >= config.idle_s else 1
     return wanted, state
@@ -134,17 +136,7 @@ def unseen(state: ScalingState, now_s: float) -> ScalingState:
 
     Neither a low load nor an idle pool has lasted while it was not seen.
     """
-    return replace(state, low_since_s=None, low_most=0, live_s=now_s)
-
-
-def _down(
-    config: AutoscalingConfig, needed: int, wanted: int, state: ScalingState, now_s: float
-) -> tuple[int, ScalingState]:
-    since_s = now_s if state.low_since_s is None else state.low_since_s
-    most = max(needed, state.low_most)
-    if now_s - since_s < config.down_delay_s:
-        return wanted, replace(state, low_since_s=since_s, low_most=most)
-    return max(most, wanted - 1), replace(state, low_since_s=now_s, low_most=0)
+    return replace(state, low_since_s=None, live_s=now_s)
 
 
 def _whole(replicas: float, config: AutoscalingConfig) -> int:

@@ -27,8 +27,6 @@ class ReadyRows(Generic[Row]):
         """(length, number, batches dispatched before) as it became ready; the oldest first."""
         self._rising: list[tuple[int, int, Row]] = []
         """(length, number, row); of one length the oldest first."""
-        self._by_turn: list[tuple[float, int, Row]] = []
-        """(turn, number, row), rising."""
         self._turns: dict[Row, float] = {}
         """Of all rows, in batches as well."""
         self._share = 0.0
@@ -62,8 +60,8 @@ class ReadyRows(Generic[Row]):
 
     def most_behind(self) -> tuple[float, Row]:
         """The largest lag [steps], and its row; of several the oldest."""
-        turn, _, row = self._by_turn[0]
-        return self._share - turn, row
+        row = min(self._by_age, key=self._turns.__getitem__)
+        return self._share - self._turns[row], row
 
     def shortest(self, size: int) -> list[Row]:
         """So many of the shortest rows, shortest first."""
@@ -87,14 +85,12 @@ class ReadyRows(Generic[Row]):
         self._number += 1
         self._by_age[row] = (length, self._number, self.batches)
         insort(self._rising, (length, self._number, row))
-        turn = self._turns[row] = -inf if new else self._turns.get(row, self._share)
-        insort(self._by_turn, (turn, self._number, row))
+        self._turns[row] = -inf if new else self._turns.get(row, self._share)
 
     def remove(self, row: Row) -> None:
         """It is not ready any more, though it may be again."""
         length, number, _ = self._by_age.pop(row)
         del self._rising[self._place(length, number)]
-        del self._by_turn[bisect_left(self._by_turn, (self._turns[row], number))]
 
     def forget(self, row: Row) -> None:
         """It has left the replica."""
@@ -111,11 +107,10 @@ class ReadyRows(Generic[Row]):
             self._turns[row] = (self._share if turn == -inf else turn) + 1.0
 
     def check_integrity(self) -> None:
-        """Asserts that all orders hold the same rows."""
+        """Asserts that both orders hold the same rows."""
         rising = [(length, number, row) for row, (length, number, _) in self._by_age.items()]
         assert sorted(rising) == self._rising, "ready rows differ, or are out of order"
-        turns = [(self._turns[row], number, row) for _, number, row in rising]
-        assert sorted(turns) == self._by_turn, "turns of ready rows"
+        assert self._by_age.keys() <= self._turns.keys(), "turns of ready rows"
         ages = [(number, batches) for _, number, batches in self._by_age.values()]
         assert ages == sorted(ages), "ready rows are not in order of age"
 

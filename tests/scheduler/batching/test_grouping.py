@@ -58,9 +58,9 @@ def test_those_behind_in_length_catch_up_and_then_go_on_with_the_next() -> None:
     assert rows.lengths() == [16] * 8
 
 
-@pytest.mark.parametrize(("wait_rounds", "batches"), [(2, 1), (100, 4)])
+@pytest.mark.parametrize(("wait_rounds", "batches"), [(2, 2), (100, 4)])
 def test_a_row_that_is_behind_anchors_the_next_window(wait_rounds: int, batches: int) -> None:
-    """Passed over for half a round of two batches; or with two steps less than its share."""
+    """Passed over for a round of two batches; or with two steps less than its share."""
     rows = ready_rows([100, 10, 10, 90])
     for _ in range(batches):
         assert sorted(take(rows, 2, 2, wait_rounds)) == ["1", "2"]
@@ -89,8 +89,9 @@ def test_a_row_that_waits_for_a_first_token_anchors_the_next_window() -> None:
 def test_an_anchored_window_is_the_tightest_with_the_anchor(
     lengths: list[int], rows_max: int
 ) -> None:
-    rows = ready_rows(lengths)
-    rows.batches += 1  # passed over once: behind, and not due
+    rows: ReadyRows[str] = ReadyRows()
+    for index, length in enumerate(lengths):
+        rows.add(str(index), length, new=index == 0)
     taken = take(rows, rows_max, 2, wait_rounds=2)
     others = sorted(lengths)
     others.remove(lengths[0])

@@ -75,9 +75,7 @@ loads = st.builds(
     committed_per_s=st.floats(0.0, 1e5),
     partial=st.booleans(),
 )
-states = st.builds(
-    ScalingState, high_since_s=past, low_since_s=past, low_most=st.integers(0, 12), live_s=past
-)
+states = st.builds(ScalingState, high_since_s=past, low_since_s=past, live_s=past)
 
 
 @given(configs(), loads, st.integers(-3, 20), states, times)
