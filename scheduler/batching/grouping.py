@@ -22,8 +22,9 @@ order in which they became ready, as in EQSPEC without grouping (arXiv 2510.2287
 from __future__ import annotations
 
 from itertools import islice, takewhile
+from operator import attrgetter
 
-from scheduler.state import ReadyRows, Row
+from scheduler.state import ReadyRows, Sequence
 
 LAG = 2.0
 """Steps."""
@@ -40,20 +41,32 @@ def batches_per_round(rows: int, rows_max: int) -> int:
 
 
 def choose_rows(
-    ready: ReadyRows[Row], rows_max: int, per_round: int, wait_rounds: int
-) -> list[Row]:
+    ready: ReadyRows, rows_max: int, per_round: int, wait_rounds: int
+) -> list[Sequence]:
     """The rows of the next batch, shortest first. `per_round` is G. Needs a ready row."""
     size, due_from = min(rows_max, len(ready)), (wait_rounds - 1) * per_round
-    oldest = ready.oldest()
+    rising, oldest = ready.by_length(), next(iter(ready))
     if ready.passes(oldest) < due_from:
         lag, row = ready.most_behind()
-        return ready.tightest(row, size) if lag >= LAG else ready.shortest(size)
+        return _tightest(rising, row, size) if lag >= LAG else rising[:size]
     due = takewhile(lambda row: ready.passes(row) >= due_from, ready)
-    length = ready.length(oldest)
-    window = ready.tightest(oldest, size)
-    nearest = sorted(window, key=lambda row: abs(ready.length(row) - length))
+    window = _tightest(rising, oldest, size)
+    nearest = sorted(window, key=lambda row: abs(row.length - oldest.length))
     chosen = dict.fromkeys([*islice(due, size), *nearest])
-    return ready.by_length(list(islice(chosen, size)))
+    return sorted(islice(chosen, size), key=attrgetter("length"))
+
+
+def _tightest(rising: list[Sequence], row: Sequence, size: int) -> list[Sequence]:
+    """Of the windows of `size` rows that contain this one the one of least spread; of several that
+    of the longest rows."""
+    at = rising.index(row)
+    begins = range(max(at - size + 1, 0), min(at, len(rising) - size) + 1)
+
+    def spread(begin: int) -> tuple[int, int]:
+        return rising[begin + size - 1].length - rising[begin].length, -begin
+
+    begin = min(begins, key=spread)
+    return rising[begin : begin + size]
 
 
 def may_step(

@@ -244,17 +244,14 @@ class LatencyTable:
 
     def costs(self, rows: int, most: int) -> StepCosts:
         """Of steps of so many rows with 0 to `most` draft tokens each."""
-        found = self._costs.get((rows, most))
-        if found is None:
-            found = self._costs[rows, most] = self._costs_of(rows, most)
-        return found
-
-    def _costs_of(self, rows: int, most: int) -> StepCosts:
+        if (rows, most) in self._costs:
+            return self._costs[rows, most]
         pass_s = self.draft(rows, 0)
         tokens = [rows * (draft_len + 1) for draft_len in range(most + 1)]
         base_s = [self.step(count, 0) + at * pass_s for at, count in enumerate(tokens)]
         stale = [at for at, count in enumerate(tokens) if self.step.stale(count, self._seen)]
-        return StepCosts(base_s, stale, self.step.kv_s, self.draft.kv_s)
+        found = self._costs[rows, most] = StepCosts(base_s, stale, self.step.kv_s, self.draft.kv_s)
+        return found
 
     def _note_speed(self, ratio: float) -> None:
         """Known work took `ratio` times its usual time."""

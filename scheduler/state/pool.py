@@ -69,12 +69,7 @@ class Pool:
     def accept(self, request: Request, now_s: float) -> Sequence:
         """A new record, not yet in the queue."""
         self._number += 1
-        sequence = Sequence(
-            request,
-            self._number,
-            now_s,
-            committed=list(request.committed),
-        )
+        sequence = Sequence(request, self._number, now_s, committed=list(request.committed))
         self.sequences[request.id] = sequence
         self.limit_left += sequence.tokens_left
         if request.timeout_s is not None:
@@ -246,8 +241,8 @@ class Pool:
         del replica.residents[sequence.id]
         replica.blocks_used -= sequence.blocks
         replica.blocks_most -= replica.blocks_limit(sequence)
-        replica.ready.forget(sequence)
         sequence.blocks = sequence.filled = 0
+        sequence.turn = -math.inf
         sequence.replica_id = None
         sequence.batch_id = None
         self._open = None

@@ -142,7 +142,7 @@ class ReplicaRecord:
     """Blocks that the residents would have if each went to its limit."""
     residents: dict[str, Sequence] = field(default_factory=dict)
     """All sequences with reserved blocks, leaving ones included."""
-    ready: ReadyRows[Sequence] = field(default_factory=ReadyRows)
+    ready: ReadyRows = field(default_factory=ReadyRows)
     """Ready rows, but for those in quarantine."""
     quarantined: dict[str, Sequence] = field(default_factory=dict)
     """Ready rows in quarantine, the one that waits longest first; see `faults`."""
@@ -252,4 +252,4 @@ class ReplicaRecord:
         if sequence.quarantined:
             self.quarantined[sequence.id] = sequence
         else:
-            self.ready.add(sequence, sequence.length, not sequence.committed)
+            self.ready.add(sequence)
