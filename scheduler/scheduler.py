@@ -45,7 +45,6 @@ from scheduler.state import (
     Pool,
     ReplicaRecord,
     Sequence,
-    State,
     answers_of,
     check_pool,
     finished_before_start,
@@ -254,11 +253,8 @@ class Scheduler:
 
     def _rows_back(self, replica: ReplicaRecord, flight: InFlight) -> list[Sequence]:
         """The live rows of a batch that has ended; leaving ones are let go."""
-        rows = flight.rows
-        if not replica.rows_in[State.LEAVING]:
-            return rows
         live = []
-        for sequence in rows:
+        for sequence in flight.rows:
             if sequence.live:
                 live.append(sequence)
             else:

@@ -154,7 +154,7 @@ class Dispatcher:
         rows = self._next_rows(replica)
         # Rows that wait would wait longer; where there are none, round trips are saved. A client's
         # first token waits for no second one.
-        others = prompts_wait or replica.stepping or replica.prefilling
+        others = prompts_wait or replica.pipeline.batches
         steps_most = 1
         if not others and len(rows) == ready and all(one.committed for one in rows):
             steps_most = self._config.steps_per_batch_max

@@ -117,7 +117,7 @@ def _next_quarantined(replica: ReplicaRecord, pool: Pool, again: bool) -> Placem
     placement = Placement()
     config, chunks = pool.config, placement.chunks
     rows_most = min(config.prefill_rows_max, config.residents_max - replica.load)
-    taken = taken_most = tokens = 0
+    tokens = 0
     for sequence in pool.waiting.quarantined():
         if replica.draining or not replica.could_hold(sequence):
             continue
@@ -127,7 +127,8 @@ def _next_quarantined(replica: ReplicaRecord, pool: Pool, again: bool) -> Placem
         assert sequence.record.rows_limit is not None
         rows_most = min(rows_most, sequence.record.rows_limit)
         tokens += sequence.fill
-        fits = len(chunks) < rows_most and replica.has_blocks(sequence, taken, taken_most)
+        beside = [one for one, _, _ in chunks]
+        fits = len(chunks) < rows_most and replica.has_blocks(sequence, beside)
         if chunks and (not fits or tokens > config.prefill_tokens_max):
             break
         if replica.pipeline.batches or not fits:
@@ -135,8 +136,6 @@ def _next_quarantined(replica: ReplicaRecord, pool: Pool, again: bool) -> Placem
                 placement.reserve = sequence
             break
         chunks.append((sequence, 0, sequence.fill))
-        taken += replica.blocks_for(sequence)
-        taken_most += replica.blocks_limit(sequence)
     return placement
 
 
@@ -157,7 +156,6 @@ def _next_rows(replica: ReplicaRecord, pool: Pool, tokens: int) -> Placement:
     )
     if replica.draining or rows_most <= 0:
         return placement
-    taken = taken_most = 0
     # Asked once: the load of other replicas does not change while this one chooses.
     others = [pool.replicas[one] for _, one in pool.open[:CANDIDATES_MAX] if one != replica.id]
     reserved_for, least = replica.reserved_for, least_part(tokens)
@@ -166,7 +164,7 @@ def _next_rows(replica: ReplicaRecord, pool: Pool, tokens: int) -> Placement:
             break
         if sequence.quarantined or not replica.could_hold(sequence):
             continue
-        if not replica.has_blocks(sequence, taken, taken_most):
+        if not replica.has_blocks(sequence, [one for one, _, _ in chunks]):
             if sequence.reservation is None and reserved_for is None:
                 placement.reserve = sequence
                 break
@@ -176,8 +174,6 @@ def _next_rows(replica: ReplicaRecord, pool: Pool, tokens: int) -> Placement:
         if part < min(sequence.fill, least) or _is_lighter(others, sequence, load, config):
             break
         chunks.append((sequence, 0, part))
-        taken += replica.blocks_for(sequence)
-        taken_most += replica.blocks_limit(sequence)
         left -= part
         if part < sequence.fill:
             break
@@ -242,15 +238,14 @@ def rows_to_move(
     most = min(config.prefill_rows_max, (replica.load - target.load) // 2)
     gains.sort(key=lambda pair: (-pair[0], pair[1].number))
     rows: list[Sequence] = []
-    tokens = blocks = 0
+    tokens = 0
     for gain, sequence in gains:
         if gain <= 0 or len(rows) == most:
             break
         tokens += sequence.length
         if rows and tokens > chunk:
             break
-        if target.could_hold(sequence) and target.has_blocks(sequence, blocks):
-            blocks += target.blocks_for(sequence)
+        if target.could_hold(sequence) and target.has_blocks(sequence, rows):
             rows.append(sequence)
     return rows
 

@@ -194,9 +194,8 @@ class LatencyTable:
         self.slowdown = 1.0
         """Seconds now over usual seconds."""
         self._costs: dict[tuple[int, int], StepCosts] = {}
-        self._rated = 0
-        """Times that the factor has seen."""
         self._seen = 0
+        """Times of steps and prefills."""
         self._waiting = 0
         """Of those, the ones that are not interpolated yet."""
 
@@ -255,9 +254,8 @@ class LatencyTable:
 
     def _note_speed(self, ratio: float) -> None:
         """Known work took `ratio` times its usual time."""
-        self._rated += 1
         change = min(max(ratio / self.slowdown, 1 / OUTLIER), OUTLIER)
-        self.slowdown *= 1.0 + max(SPEED_RATE, 1.0 / (1 + self._rated)) * (change - 1.0)
+        self.slowdown *= 1.0 + SPEED_RATE * (change - 1.0)
 
     def _noted(self, new: bool) -> None:
         self._waiting += 1

@@ -15,7 +15,7 @@ from scheduler.config import SchedulerConfig
 from scheduler.messages import FinishReason, ReplicaSpec, Request, RowResult
 from scheduler.queue import WaitingQueue
 from scheduler.state.replica import ReplicaRecord
-from scheduler.state.sequence import IN_FLIGHT, RESIDENT, Chunk, Move, Sequence, State
+from scheduler.state.sequence import IN_FLIGHT, Chunk, Move, Sequence, State
 
 RATE_S = 5.0
 """Time over which the rate of tokens is a mean."""
@@ -87,8 +87,8 @@ class Pool:
         return self.expected(self.limit_left)
 
     def live_count(self) -> int:
-        """Sequences whose Finish is not out. O(replicas)."""
-        leaving = sum(replica.rows_in[State.LEAVING] for replica in self.replicas.values())
+        """Sequences whose Finish is not out. O(rows in flight)."""
+        leaving = sum(len(replica.rows_in(State.LEAVING)) for replica in self.replicas.values())
         return len(self.sequences) - leaving
 
     def takes_more(self, replica: ReplicaRecord) -> bool:
@@ -119,7 +119,6 @@ class Pool:
             sequence.replicas.append(replica.id)
         replica.residents[sequence.id] = sequence
         replica.blocks_used += sequence.blocks
-        replica.blocks_most += replica.blocks_limit(sequence)
         self._open = None
 
     def fill(self, given: list[Chunk], batch_id: int) -> None:
@@ -169,7 +168,7 @@ class Pool:
         return tokens, reason
 
     def move(self, sequence: Sequence, move: Move) -> None:
-        """Changes the state and keeps the replica's counts and ready rows in step with it."""
+        """Changes the state and keeps the replica's rows in step with it."""
         before = sequence.state
         sequence.move(move)
         if sequence.replica_id is None:
@@ -178,10 +177,6 @@ class Pool:
         after = sequence.state
         if after not in IN_FLIGHT:
             sequence.batch_id = None
-        if before in RESIDENT:
-            replica.rows_in[before] -= 1
-        if after in RESIDENT:
-            replica.rows_in[after] += 1
         if before is State.PARTIAL:
             del replica.partial[sequence.id]
         elif after is State.PARTIAL:
@@ -240,7 +235,6 @@ class Pool:
             replica.note_prefix(sequence)
         del replica.residents[sequence.id]
         replica.blocks_used -= sequence.blocks
-        replica.blocks_most -= replica.blocks_limit(sequence)
         sequence.blocks = sequence.filled = 0
         sequence.turn = -math.inf
         sequence.replica_id = None
