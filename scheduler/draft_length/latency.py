@@ -14,7 +14,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass
-from statistics import fmean
+from operator import mul
 
 CELLS_MAX = 128
 """Buckets of one kind of work; the one seen longest ago goes first."""
@@ -138,8 +138,8 @@ class Latencies:
         points = []
         for cells in alike.values():
             weights = [min(cell.count, COUNT_MAX) for cell in cells]
-            tokens = fmean([cell.tokens for cell in cells], weights)
-            base_s = fmean([max(one.seconds - self.kv_s * one.kv, 0.0) for one in cells], weights)
+            tokens = _mean([cell.tokens for cell in cells], weights)
+            base_s = _mean([max(one.seconds - self.kv_s * one.kv, 0.0) for one in cells], weights)
             points.append((tokens, base_s))
         points.sort()
         self._tokens = [tokens for tokens, _ in points]
@@ -153,12 +153,16 @@ class Latencies:
             self._rise_s = rise_s / (self._tokens[-1] - self._tokens[0])
 
 
+def _mean(values: list[float], weights: list[int]) -> float:
+    return sum(map(mul, values, weights)) / sum(weights)
+
+
 def _slope(sets: Iterable[list[_Cell]]) -> float:
     """Seconds per KV position, by least squares of relative errors; not negative."""
     above = below = 0.0
     for cells in sets:
-        kv = fmean(cell.kv for cell in cells)
-        seconds = fmean(cell.seconds for cell in cells)
+        kv = sum([cell.kv for cell in cells]) / len(cells)
+        seconds = sum([cell.seconds for cell in cells]) / len(cells)
         weight = 1.0 / max(seconds, 1e-9) ** 2
         above += weight * sum((one.kv - kv) * (one.seconds - seconds) for one in cells)
         below += weight * sum((one.kv - kv) ** 2 for one in cells)
