@@ -154,7 +154,8 @@ class Latencies:
 
 
 def _mean(values: list[float], weights: list[int]) -> float:
-    return sum(map(mul, values, weights)) / sum(weights)
+    total: float = sum(map(mul, values, weights))
+    return total / sum(weights)
 
 
 def _slope(sets: Iterable[list[_Cell]]) -> float:
