@@ -8,7 +8,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c c
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 
-.PHONY: help setup demo serve test test-fast test-slow test-steps test-schedules test-cluster test-rest test-kills test-serving test-clients test-clients-light lint format protos demo-pair bench bench-scheduler simulate worlds explore fuzz chaos soak clean
+.PHONY: help setup demo serve test test-fast test-slow test-steps test-schedules test-cluster test-rest test-kills test-serving test-clients test-clients-light lint format protos demo-pair bench bench-scheduler simulate worlds worlds-0 worlds-1 explore fuzz chaos soak clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -124,7 +124,10 @@ simulate: $(SETUP)  ## a thousand replicas, the end of one pool, grouping agains
 worlds: SEED ?= 1
 worlds: N ?= 20000
 worlds: $(SETUP)  ## random worlds of the scheduler: SEED=1 N=20000
-	$(BIN)/python -m tests.sim --worlds $(N) --seed $(SEED) --processes 2
+	@$(MAKE) --no-print-directory -kj2 worlds-0 worlds-1 SEED=$(SEED) N=$(N)
+
+worlds-0 worlds-1:
+	WORLDS=$$(($(N) / 2)) $(BIN)/python -m pytest -q tests/sim -k right_tokens --hypothesis-profile worlds --hypothesis-seed $(SEED)$(@:worlds-%=%)
 
 explore: $(SETUP)  ## property tests on other examples each time; what they print replays a failure
 	$(BIN)/python -m pytest -m 'not ray and not slow' --hypothesis-profile explore

@@ -11,8 +11,9 @@ steps and not in a straight line. Needs neither Ray nor torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import product
 from random import Random
 from typing import NamedTuple
 
@@ -26,9 +27,11 @@ from scheduler.messages import (
     Release,
     ReplicaSpec,
     Request,
+    RowResult,
     StepResult,
+    StepRow,
     StepTimes,
-    StepTiming,
+    TriedBatch,
 )
 from scheduler.simulation import SimulatedReplica
 
@@ -37,10 +40,10 @@ class LinearCost(NamedTuple):
     """Seconds: once, per token and per KV position."""
 
     fixed_s: float
-    token_s: float
+    token_s: float = 0.0
     kv_s: float = 0.0
 
-    def __call__(self, tokens: int, kv: int) -> float:
+    def __call__(self, tokens: float, kv: float) -> float:
         return self.fixed_s + self.token_s * tokens + self.kv_s * kv
 
 
@@ -101,9 +104,7 @@ class VirtualReplica:
             block_size=16,
             context_len=1 << 16,
             vocab_size=2,
-            timings=tuple(_trial(rows, k, tile) for rows in (1, 8) for k in (0, 4))
-            if timed
-            else (),
+            trials=tuple(_trials(tile)) if timed else (),
         )
         self._replica = SimulatedReplica(
             REPLICA_ID,
@@ -144,9 +145,15 @@ def _parts(rows: int, k: int, longest: int, tile: int) -> tuple[float, float]:
     return k * DRAFT(rows, positions), verify(tile * -(-tokens // tile), positions)
 
 
-def _trial(rows: int, k: int, tile: int) -> StepTiming:
-    draft_s, verify_s = _parts(rows, k, 64, tile)
-    return StepTiming(rows, k, rows * (64 + k), draft_s, verify_s, REST_S)
+def _trials(tile: int) -> Iterator[TriedBatch]:
+    """As `replicas.calibration` makes them."""
+    for rows, k, _ in product((1, 8), (0, 4), range(3)):
+        draft_s, verify_s = _parts(rows, k, 64, tile)
+        steps = tuple(StepRow(str(row), 64, k, 0) for row in range(rows))
+        batch = Batch(0, REPLICA_ID, BatchKind.SPECULATE, rows=steps, draft_len=k)
+        times = StepTimes(0.0, draft_s, verify_s, draft_s + verify_s + REST_S)
+        done = tuple(RowResult(row.sequence_id, (1,), 1, k, asked_tokens=k) for row in steps)
+        yield batch, StepResult(0, REPLICA_ID, done, 1, times)
 
 
 def measure(

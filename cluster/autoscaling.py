@@ -24,6 +24,7 @@ from ray.serve.config import AutoscalingConfig as ServeAutoscaling, AutoscalingP
 from cluster.config import ClusterConfig
 from cluster.pool.protocol import PoolView, merged_view
 from scheduler.scaling import (
+    LOOK_S,
     AutoscalingConfig,
     CapacityMeter,
     ScalingState,
@@ -83,7 +84,7 @@ class PoolPolicy:
         now_s = self._clock()
         answer = self.answer
         if answer is None:
-            if now_s - self._asked_s >= self.config.look_s:
+            if now_s - self._asked_s >= LOOK_S:
                 self._asked_s = now_s
                 self.answer = self._thread.submit(self._ask)
             return None

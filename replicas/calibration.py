@@ -10,7 +10,6 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from random import Random
-from statistics import median
 from typing import Protocol
 from uuid import uuid4
 
@@ -18,12 +17,11 @@ from scheduler.messages import (
     Batch,
     BatchKind,
     PrefillRow,
-    PrefillTiming,
     ReplicaSpec,
     SamplingParams,
     StepResult,
     StepRow,
-    StepTiming,
+    TriedBatch,
 )
 
 _log = logging.getLogger("lockstep.replica")
@@ -31,14 +29,14 @@ _log = logging.getLogger("lockstep.replica")
 ROWS = (1, 8)
 DRAFT_LENS = (0, 4)
 STEPS = 4
-"""Timed steps of each kind, after one that is not timed. The median of each part counts: a hiccup
-in the first seconds would stay in what a kind is taken to cost until a batch is of that kind."""
+"""Timed steps of each kind, after one that does not count. Nor does the slowest: a hiccup in the
+first seconds would stay in what a kind is taken to cost until a batch is of that kind."""
 LENGTH = 64
 """Tokens of a trial sequence before its first step."""
 CHUNKS = (16, 64, 256)
 """Tokens of the trial prefills; what more of them behind others cost shows in use."""
 PREFILLS = 2
-"""Timed prefills of each kind, after one that is not timed; the shorter time counts."""
+"""Timed prefills of each kind, after one that does not count; the faster one counts."""
 RIGHT_ROWS, RIGHT_STEPS = 4, 32
 """Of the trial that shows how often a drafter with taps is right."""
 RIGHT_LEAST = 0.05
@@ -61,14 +59,14 @@ class Trial(Protocol):
 
 def calibrate(
     replica: Trial, rows_max: int = max(ROWS), draft_len_max: int = max(DRAFT_LENS)
-) -> tuple[StepTiming | PrefillTiming, ...]:
-    """Times of steps of few and many rows, with and without drafting, and of prefills of few and
-    many tokens. Leaves no resident behind.
+) -> tuple[TriedBatch, ...]:
+    """Steps of few and many rows, with and without drafting, and prefills of few and many tokens.
+    Leaves no resident behind.
 
     A replica with room for less is tried with less, as one whose memory is planned for batches of
-    at most so many rows and draft tokens; without any there are no timings.
+    at most so many rows and draft tokens; without any there are no trials.
     """
-    return (*_prefill_timings(replica), *_step_timings(replica, rows_max, draft_len_max))
+    return (*_prefills(replica), *_steps(replica, rows_max, draft_len_max))
 
 
 def calibrated(
@@ -76,8 +74,7 @@ def calibrated(
 ) -> ReplicaSpec:
     """The replica's spec with what trials have found; warns of one with taps that is hardly ever
     right."""
-    timings = calibrate(replica, rows_max, draft_len_max)
-    spec = replace(replica.spec, timings=timings)
+    spec = replace(replica.spec, trials=calibrate(replica, rows_max, draft_len_max))
     if not taps or min(spec.draft_len_max, draft_len_max) == 0:
         return spec
     share = first_right(replica, min(rows_max, RIGHT_ROWS))
@@ -110,7 +107,7 @@ def _tried(
     left: int,
     draft_lens: Iterable[int] = (),
     temperature: float = 0.0,
-) -> list[tuple[Batch, StepResult]]:
+) -> list[TriedBatch]:
     """Fill rows of equal length, with so many tokens left, and run a step of all for each draft
     length; then they are gone. The prefill comes first."""
     blocks = -(-(len(contents[0]) + left) // replica.spec.block_size)
@@ -136,25 +133,23 @@ def _tried(
     return done
 
 
-def _prefill_timings(replica: Trial) -> list[PrefillTiming]:
+def _prefills(replica: Trial) -> list[TriedBatch]:
     spec = replica.spec
-    timings: list[PrefillTiming] = []
+    found: list[TriedBatch] = []
     for size in CHUNKS:
         content = (0,) * (size + 1)
         blocks = -(-(len(content) + 1) // spec.block_size)
         if len(content) >= spec.context_len or blocks > spec.kv_blocks:
             break
-        spent_s = []
-        for _ in range(PREFILLS + 1):
-            [(_, result)] = _tried(replica, [content], 1)
-            spent_s.append(result.times.prefill_s)
-        timings.append(PrefillTiming(size, min(spent_s[1:])))
-        if len(timings) > 1 and timings[-1].prefill_s > CHUNK_S_MAX:
+        tried = [_tried(replica, [content], 1)[0] for _ in range(PREFILLS + 1)]
+        fastest = min(tried[1:], key=_total_s)
+        found.append(fastest)
+        if len(found) > 1 and _total_s(fastest) > CHUNK_S_MAX:
             break
-    return timings
+    return found
 
 
-def _step_timings(replica: Trial, rows_max: int, draft_len_max: int) -> list[StepTiming]:
+def _steps(replica: Trial, rows_max: int, draft_len_max: int) -> list[TriedBatch]:
     spec = replica.spec
     longest = min(spec.draft_len_max, draft_len_max)
     draft_lens = list(dict.fromkeys(min(k, longest) for k in DRAFT_LENS))
@@ -163,34 +158,14 @@ def _step_timings(replica: Trial, rows_max: int, draft_len_max: int) -> list[Ste
     blocks = -(-length_max // spec.block_size)
     most = spec.kv_blocks // blocks if length_max <= spec.context_len else 0
     most = min(most, spec.rows_max or most, rows_max)
-    timings = []
+    found: list[TriedBatch] = []
     for count in dict.fromkeys(min(rows, most) for rows in ROWS if most):
         contents, left = [(0,) * LENGTH] * count, length_max - LENGTH
         stepped = _tried(replica, contents, left, [k for k in draft_lens for _ in range(each)])[1:]
-        timings += [
-            _middle([_timing(*one) for one in stepped[first + 1 : first + each]])
-            for first in range(0, len(stepped), each)
-        ]
-    return timings
+        for first in range(0, len(stepped), each):
+            found += sorted(stepped[first + 1 : first + each], key=_total_s)[:-1]
+    return found
 
 
-def _timing(batch: Batch, result: StepResult) -> StepTiming:
-    times = result.times
-    return StepTiming(
-        rows=len(batch.rows),
-        draft_len=batch.draft_len,
-        kv_read=sum(row.length + row.draft_len for row in batch.rows),
-        draft_s=times.draft_s,
-        verify_s=times.verify_s,
-        rest_s=times.total_s - times.draft_s - times.verify_s - times.prefill_s,
-    )
-
-
-def _middle(tried: Sequence[StepTiming]) -> StepTiming:
-    """The median of each part; KV positions are about the same in all."""
-    return replace(
-        tried[len(tried) // 2],
-        draft_s=median(one.draft_s for one in tried),
-        verify_s=median(one.verify_s for one in tried),
-        rest_s=median(one.rest_s for one in tried),
-    )
+def _total_s(tried: TriedBatch) -> float:
+    return tried[1].times.total_s

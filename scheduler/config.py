@@ -50,12 +50,6 @@ class SchedulerConfig(BaseModel):
         le=8,
         description="Batches a replica holds at once; 2 hides the round trip.",
     )
-    passes_max: int = Field(
-        default=4,
-        ge=1,
-        le=1000,
-        description="Later requests that may be placed before a waiting one that does not fit.",
-    )
     wait_rounds: int = Field(
         default=4,
         ge=1,

@@ -16,7 +16,6 @@ from scheduler.requests import (
     Batch as Batch,
     BatchKind as BatchKind,
     PrefillRow as PrefillRow,
-    PrefillTiming as PrefillTiming,
     Priority as Priority,
     ReplicaSpec as ReplicaSpec,
     Request as Request,
@@ -25,7 +24,7 @@ from scheduler.requests import (
     StepResult as StepResult,
     StepRow as StepRow,
     StepTimes as StepTimes,
-    StepTiming as StepTiming,
+    TriedBatch as TriedBatch,
 )
 
 

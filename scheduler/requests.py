@@ -196,31 +196,8 @@ class StepResult:
     times: StepTimes = StepTimes()
 
 
-@dataclass(frozen=True, slots=True)
-class StepTiming:
-    """What one step took on a replica: the mean over a batch's steps, or a trial before it joined.
-
-    Times are in seconds.
-    """
-
-    rows: int
-    draft_len: int
-    kv_read: float
-    """KV positions that the target read."""
-    draft_s: float
-    """All draft passes together."""
-    verify_s: float
-    rest_s: float
-    """Neither draft nor target: choosing tokens, bookkeeping."""
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillTiming:
-    """What filling the first positions of one row took in a trial before the replica joined."""
-
-    tokens: int
-    """KV positions."""
-    prefill_s: float
+TriedBatch = tuple[Batch, StepResult]
+"""A batch that a replica ran before it joined, and what came of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,8 +234,8 @@ class ReplicaSpec:
     """How its layers compute, and whether a token's bits depend on the batch, for people."""
     fingerprint: str = ""
     """Of the target's weights, the dtype and what else decides output; empty: unknown."""
-    timings: tuple[StepTiming | PrefillTiming, ...] = field(default=(), compare=False)
-    """Trials that it ran before it joined; what the pool believes of its speed at first."""
+    trials: tuple[TriedBatch, ...] = field(default=(), compare=False)
+    """From them the pool learns its speed at first; it keeps none of them."""
     acceptance: float | None = field(default=None, compare=False)
     """Share of first draft tokens that were right in such a trial; None: not tried."""
 

@@ -11,6 +11,7 @@ A replica that obeys the actions of its own in their order never needs more bloc
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from scheduler.admission import check_servable, refusal
@@ -44,7 +45,6 @@ from scheduler.state import (
     Pool,
     ReplicaRecord,
     Sequence,
-    State,
     answers_of,
     check_pool,
     finished_before_start,
@@ -102,21 +102,6 @@ class Scheduler:
         """The pool as it stands, O(replicas)."""
         return pool_status(self.pool, self._now_s, self._policy)
 
-    @property
-    def outstanding_tokens(self) -> int:
-        """Tokens that accepted requests are expected to commit; as in `snapshot`, O(1)."""
-        return self.pool.outstanding_tokens
-
-    @property
-    def expected_share(self) -> float:
-        """The part of its limit that a request is expected to commit."""
-        return self.pool.expected_share
-
-    @property
-    def waiting(self) -> int:
-        """Requests that wait for a replica, O(1)."""
-        return len(self.pool.waiting)
-
     # ----------------------------------------------------------------- events
 
     def _submit(self, event: Submit, now_s: float) -> None:
@@ -146,7 +131,8 @@ class Scheduler:
         if event.replica_id in self.pool.replicas:
             return
         unchecked = not self.pool.specs
-        self.pool.join(event.replica_id, event.spec)
+        # A status carries specs: none needs the trials again.
+        self.pool.join(event.replica_id, replace(event.spec, trials=()))
         self._policy.joined(event.replica_id, event.spec)
         if unchecked:
             for sequence in list(self.pool.waiting.values()):
@@ -267,11 +253,8 @@ class Scheduler:
 
     def _rows_back(self, replica: ReplicaRecord, flight: InFlight) -> list[Sequence]:
         """The live rows of a batch that has ended; leaving ones are let go."""
-        rows = flight.rows
-        if not replica.rows_in[State.LEAVING]:
-            return rows
         live = []
-        for sequence in rows:
+        for sequence in flight.rows:
             if sequence.live:
                 live.append(sequence)
             else:

@@ -13,7 +13,7 @@ if os.environ.get("LOCKSTEP_TEST_DEVICE", "cpu") == "cpu":
     os.environ.setdefault("TRITON_INTERPRET", "1")  # a GPU's kernels, on a CPU
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 import replicas.config
 
@@ -26,6 +26,14 @@ settings.register_profile(
     deadline=None,  # machines are shared: time is no property of the code
     print_blob=True,
     suppress_health_check=[HealthCheck.too_slow],
+)
+# `make worlds`: so many random worlds. One of a smaller number is no simpler: none is shrunk.
+settings.register_profile(
+    "worlds",
+    settings.get_profile("explore"),
+    max_examples=int(os.environ.get("WORLDS", 100)),
+    phases=[Phase.generate],
+    database=None,
 )
 # What a change is judged by is the change, not the luck of the draw.
 settings.register_profile("lockstep", settings.get_profile("explore"), derandomize=True)

@@ -263,7 +263,7 @@ class PoolActor:
     def _state(self, submits: int) -> PoolState:
         serving = [peer.spec for peer in self._workers.values() if not peer.draining]
         length_max = max((spec.length_max for spec in serving), default=0)
-        books = self.scheduler
+        books = self.scheduler.pool
         load = ShardLoad(
             serving=len(serving),
             outstanding_tokens=books.outstanding_tokens,

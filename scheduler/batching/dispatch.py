@@ -6,7 +6,7 @@
 | 2 | rows in quarantine are ready, or one has reserved the replica and fits; others are in flight | those in flight end first |
 | 3 | rows in quarantine are ready; the last batch was not theirs, or no other row is ready | they take a step by themselves |
 | 4 | other rows are ready, nothing is in flight; the last batch was one of rows in quarantine, or the last step failed | the others take one step |
-| 5 | a sequence that waits was passed over too often, or is in quarantine and cannot go yet | it reserves the replica |
+| 5 | a sequence that waits does not fit, or is in quarantine and cannot go yet | it reserves the replica |
 | 6 | prompts can be filled; the last batch was no prefill, or no row is ready | a chunk of prompts |
 | 7 | prompts can be filled, but rows step first | a batch of several steps that is in flight is interrupted; then as rule 8 says |
 | 8 | ready rows are worth a batch | they step; several times if no other row waits |
@@ -25,14 +25,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import count
 
-from scheduler.batching.grouping import (
-    batches_per_round,
-    choose_rows,
-    is_due,
-    may_step,
-    part_of,
-    row_behind,
-)
+from scheduler.batching.grouping import batches_per_round, choose_rows, may_step
 from scheduler.batching.placement import Placement, best_replica, has_room, next_placement
 from scheduler.batching.prefill import chunks_of_begun, oldest_partial
 from scheduler.config import SchedulerConfig
@@ -143,8 +136,6 @@ class Dispatcher:
         if replica.partial or (self._pool.waiting and replica.load < self._config.residents_max):
             tokens = self.chunk(replica)
             placement = next_placement(replica, self._pool, tokens)
-            for sequence in placement.deferred:
-                sequence.deferrals += 1
             if placement.reserve is not None:
                 self._pool.reserve(placement.reserve, replica)
                 return True
@@ -163,7 +154,7 @@ class Dispatcher:
         rows = self._next_rows(replica)
         # Rows that wait would wait longer; where there are none, round trips are saved. A client's
         # first token waits for no second one.
-        others = prompts_wait or replica.stepping or replica.prefilling
+        others = prompts_wait or replica.pipeline.batches
         steps_most = 1
         if not others and len(rows) == ready and all(one.committed for one in rows):
             steps_most = self._config.steps_per_batch_max
@@ -190,8 +181,6 @@ class Dispatcher:
 
     def _prefill(self, replica: ReplicaRecord, placement: Placement, tokens: int) -> None:
         """Chunks of the chosen rows and of those that were begun."""
-        for sequence, passes in placement.overtaken:
-            sequence.overtaken += passes
         given = placement.chunks
         if not (given and given[0][0].quarantined):
             places = self._config.prefill_rows_max - len(given) - 1
@@ -207,23 +196,10 @@ class Dispatcher:
         self._send(replica, batch, [sequence for sequence, _, _ in given])
 
     def _next_rows(self, replica: ReplicaRecord) -> list[Sequence]:
-        """Ready rows of near length. Of rows that lie too far apart to be read together only a
-        part, unless one of them is due."""
-        ready, wait_rounds = replica.ready, self._config.wait_rounds
+        """Ready rows of near length."""
         rows_max = replica.rows_max(self._config.rows_max)
-        per_round = batches_per_round(len(ready) + replica.stepping, rows_max)
-        rows = choose_rows(ready, rows_max, per_round, wait_rounds)
-        padding = (rows[-1].length - rows[0].length) * (len(rows) - 1)
-        if not padding or is_due(ready, per_round, wait_rounds):
-            return rows
-        apart = self._policy.apart(replica.id)
-        if padding <= apart:
-            return rows
-        # The part of the row that is behind, or else of the oldest: the two take turns.
-        behind = row_behind(ready, per_round, wait_rounds)
-        anchor = next(one for one in ready if one in rows) if behind is None else behind
-        begin, end = part_of([one.length for one in rows], rows.index(anchor), apart)
-        return rows[begin:end]
+        per_round = batches_per_round(len(replica.ready) + replica.stepping, rows_max)
+        return choose_rows(replica.ready, rows_max, per_round, self._config.wait_rounds)
 
     def _rows_in_quarantine(self, replica: ReplicaRecord) -> list[Sequence]:
         """The ones that wait longest, no more than each of them may run with."""

@@ -1,16 +1,15 @@
 """Which ready rows step next: rows of near length, with a bounded wait.
 
-A batch reads its KV cache as far as its longest row, so rows of one length cost least. A row is
+Where rows read the KV cache as far as the longest, those of one length cost least. A row is
 passed over whenever a batch of steps is dispatched on its replica while the row is ready and not in
 it. Let G = ceil(R / rows_max) be the least number of batches that hold the R rows that step on a
 replica (ready or in a batch), and w the config's `wait_rounds`. Two rules:
 
-1. The window. If a row is behind, take the tightest window around the one that is furthest behind;
-   else around the shortest row. The oldest row is behind if it was passed over (w - 1.5) * G times;
-   or else the row with the greatest lag, if an equal share is LAG steps more than it had: one that
-   always waits a little longer ends much later. A row without a token is behind all others.
-2. Due rows first. A row is due once it was passed over (w - 1) * G times. Due rows come first, the
-   oldest before the others, and the window fills what is left of the batch.
+1. Due rows first. A row is due once it was passed over (w - 1) * G times. Due rows come first, the
+   oldest before the others, and those next to the oldest fill what is left of the batch.
+2. The window. If no row is due, take the tightest window around the row with the greatest lag, if
+   an equal share is LAG steps more than it had: one that always waits a little longer ends much
+   later. A row without a token is behind all others. If none is so far behind, the shortest rows.
 
 The bound: no row is passed over more than w * G - 1 times in a row, G taken at its largest during
 the wait. Rows that became ready after a row s were passed over no more often than s. Once s is due,
@@ -22,10 +21,10 @@ order in which they became ready, as in EQSPEC without grouping (arXiv 2510.2287
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import islice, takewhile
+from operator import attrgetter
 
-from scheduler.state import ReadyRows, Row
+from scheduler.state import ReadyRows, Sequence
 
 LAG = 2.0
 """Steps."""
@@ -42,51 +41,32 @@ def batches_per_round(rows: int, rows_max: int) -> int:
 
 
 def choose_rows(
-    ready: ReadyRows[Row], rows_max: int, per_round: int, wait_rounds: int
-) -> list[Row]:
+    ready: ReadyRows, rows_max: int, per_round: int, wait_rounds: int
+) -> list[Sequence]:
     """The rows of the next batch, shortest first. `per_round` is G. Needs a ready row."""
-    size = min(rows_max, len(ready))
-    behind = row_behind(ready, per_round, wait_rounds)
-    window = ready.shortest(size) if behind is None else ready.tightest(behind, size)
-    if behind is None or not is_due(ready, per_round, wait_rounds):
-        return window
-    length = ready.length(behind)
-    due = takewhile(lambda row: ready.passes(row) >= (wait_rounds - 1) * per_round, ready)
-    nearest = sorted(window, key=lambda row: abs(ready.length(row) - length))
+    size, due_from = min(rows_max, len(ready)), (wait_rounds - 1) * per_round
+    rising, oldest = ready.by_length(), next(iter(ready))
+    if ready.passes(oldest) < due_from:
+        lag, row = ready.most_behind()
+        return _tightest(rising, row, size) if lag >= LAG else rising[:size]
+    due = takewhile(lambda row: ready.passes(row) >= due_from, ready)
+    window = _tightest(rising, oldest, size)
+    nearest = sorted(window, key=lambda row: abs(row.length - oldest.length))
     chosen = dict.fromkeys([*islice(due, size), *nearest])
-    return ready.by_length(list(islice(chosen, size)))
+    return sorted(islice(chosen, size), key=attrgetter("length"))
 
 
-def row_behind(ready: ReadyRows[Row], per_round: int, wait_rounds: int) -> Row | None:
-    """The row of rule 1, if one is behind."""
-    oldest = ready.oldest()
-    if 2 * ready.passes(oldest) >= (2 * wait_rounds - 3) * per_round:
-        return oldest
-    lag, row = ready.most_behind()
-    return row if lag >= LAG else None
+def _tightest(rising: list[Sequence], row: Sequence, size: int) -> list[Sequence]:
+    """Of the windows of `size` rows that contain this one the one of least spread; of several that
+    of the longest rows."""
+    at = rising.index(row)
+    begins = range(max(at - size + 1, 0), min(at, len(rising) - size) + 1)
 
+    def spread(begin: int) -> tuple[int, int]:
+        return rising[begin + size - 1].length - rising[begin].length, -begin
 
-def is_due(ready: ReadyRows[Row], per_round: int, wait_rounds: int) -> bool:
-    """Whether the oldest row is due (rule 2)."""
-    return ready.passes(ready.oldest()) >= (wait_rounds - 1) * per_round
-
-
-def part_of(lengths: Sequence[int], at: int, apart: float) -> tuple[int, int]:
-    """(begin, end) of the rows that step together with row `at`, of rows by rising length.
-
-    Rows that read their KV cache as one read as far as the longest of them, and from some spread on
-    two steps take less time than one. The rows are cut once, where that saves most KV positions, if
-    it saves more than `apart`, those whose reading takes as long as one more step. O(rows).
-    """
-
-    def saved(cut: int) -> int:
-        # The rows before it need not read as far as the longest.
-        return cut * (lengths[-1] - lengths[cut - 1])
-
-    cut = max(range(1, len(lengths)), key=saved, default=0)
-    if saved(cut) <= apart:
-        return 0, len(lengths)
-    return (0, cut) if at < cut else (cut, len(lengths))
+    begin = min(begins, key=spread)
+    return rising[begin : begin + size]
 
 
 def may_step(

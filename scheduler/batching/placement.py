@@ -10,15 +10,14 @@ place serves it. The rule, in this order:
 2. Balance: a replica with over `rows_max` residents more than the lightest one with room leaves
    the sequence to that one.
 3. Prefix: where replicas share prefixes, one that has the sequence's own may have a resident more
-   for every PREFIX_TOKENS_PER_ROW of its tokens. A replica that is busy leaves the sequence to
-   another that is better off in this way and also busy, passes_max times at most.
+   for every PREFIX_TOKENS_PER_ROW of its tokens. One that comes while none has a place goes to the
+   first that has.
 4. Load: the fewest residents, then the lowest id.
 
-The queue (see `queue`) is served from its front, but a sequence that does not fit lets smaller
-ones pass: at most passes_max of them. Then it reserves the first replica that could hold it and has
-no reservation yet; until the sequence is placed, here or elsewhere, that replica takes besides only
-those that are before it in the queue. So one long request holds up one replica, not the cluster,
-and it waits at most until that replica is empty.
+The queue (see `queue`) is served from its front. A sequence that does not fit reserves the first
+replica that could hold it and has no reservation yet; until the sequence is placed, here or
+elsewhere, that replica takes besides only those that are before it in the queue. So one long
+request holds up one replica, not the cluster, and it waits at most until that replica is empty.
 
 A sequence in quarantine (see `faults`) goes with others in quarantine only, to a replica with
 nothing in flight, and not to one that is excluded for it. If it cannot go at once, it reserves the
@@ -34,6 +33,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 
 from scheduler.batching.grouping import batches_per_round
 from scheduler.batching.prefill import first_half, least_part
@@ -49,10 +49,9 @@ PREFIX_TOKENS_PER_ROW = 64
 steps, and what one row more costs over its life."""
 PREFILL_TOKENS_PER_STEP = 32
 """About so many tokens are prefilled in the time in which a row commits one."""
-SCAN_MAX = 32
-"""Waiting sequences looked at, from the front, when a replica has a place."""
-SKIPS_FACTOR = 16
-"""Bounds the search of a small replica behind requests that only larger ones could hold."""
+SCAN_MAX = 512
+"""Waiting sequences looked at, from the front, when a replica has a place. Those that only larger
+replicas could hold may stand before others."""
 
 
 @dataclass(slots=True)
@@ -62,10 +61,6 @@ class Placement:
     chunks: list[Chunk] = field(default_factory=list)
     tokens_left: int = 0
     """What these leave of the batch for rows that were begun."""
-    overtaken: list[tuple[Sequence, int]] = field(default_factory=list)
-    """Sequences that do not fit here, and how many that were behind them are placed."""
-    deferred: list[Sequence] = field(default_factory=list)
-    """Sequences that other replicas have the prefix of."""
     reserve: Sequence | None = None
     """A sequence that reserves this replica now."""
 
@@ -122,7 +117,7 @@ def _next_quarantined(replica: ReplicaRecord, pool: Pool, again: bool) -> Placem
     placement = Placement()
     config, chunks = pool.config, placement.chunks
     rows_most = min(config.prefill_rows_max, config.residents_max - replica.load)
-    taken = taken_most = tokens = 0
+    tokens = 0
     for sequence in pool.waiting.quarantined():
         if replica.draining or not replica.could_hold(sequence):
             continue
@@ -132,7 +127,8 @@ def _next_quarantined(replica: ReplicaRecord, pool: Pool, again: bool) -> Placem
         assert sequence.record.rows_limit is not None
         rows_most = min(rows_most, sequence.record.rows_limit)
         tokens += sequence.fill
-        fits = len(chunks) < rows_most and replica.has_blocks(sequence, taken, taken_most)
+        beside = [one for one, _, _ in chunks]
+        fits = len(chunks) < rows_most and replica.has_blocks(sequence, beside)
         if chunks and (not fits or tokens > config.prefill_tokens_max):
             break
         if replica.pipeline.batches or not fits:
@@ -140,17 +136,14 @@ def _next_quarantined(replica: ReplicaRecord, pool: Pool, again: bool) -> Placem
                 placement.reserve = sequence
             break
         chunks.append((sequence, 0, sequence.fill))
-        taken += replica.blocks_for(sequence)
-        taken_most += replica.blocks_limit(sequence)
     return placement
 
 
 def _next_rows(replica: ReplicaRecord, pool: Pool, tokens: int) -> Placement:
     """Other rows that this replica takes from the front of the queue for one prefill batch.
 
-    SCAN_MAX sequences at most are looked at, not counting SKIPS_FACTOR times as many that
-    an empty replica of this spec could not hold. A row that is begun with what is left of the batch
-    ends it, and so does one for which too little is left.
+    A row that is begun with what is left of the batch ends it, and so does one for which too little
+    is left.
     """
     config = pool.config
     left = tokens - first_half(replica, tokens)
@@ -163,45 +156,28 @@ def _next_rows(replica: ReplicaRecord, pool: Pool, tokens: int) -> Placement:
     )
     if replica.draining or rows_most <= 0:
         return placement
-    taken = taken_most = looked_at = 0
-    passed_over: list[tuple[Sequence, int]] = []
     # Asked once: the load of other replicas does not change while this one chooses.
     others = [pool.replicas[one] for _, one in pool.open[:CANDIDATES_MAX] if one != replica.id]
     reserved_for, least = replica.reserved_for, least_part(tokens)
-    for seen, sequence in enumerate(_as_far_as(reserved_for, pool.waiting.values())):
-        if len(chunks) >= rows_most or looked_at == SCAN_MAX:
-            break
-        if seen >= SKIPS_FACTOR * SCAN_MAX:
+    for sequence in islice(_as_far_as(reserved_for, pool.waiting.values()), SCAN_MAX):
+        if len(chunks) >= rows_most:
             break
         if sequence.quarantined or not replica.could_hold(sequence):
             continue
-        looked_at += 1
-        if not replica.has_blocks(sequence, taken, taken_most):
-            passed_over.append((sequence, len(chunks)))
+        if not replica.has_blocks(sequence, [one for one, _, _ in chunks]):
             if sequence.reservation is None and reserved_for is None:
-                passes_left = config.passes_max - sequence.overtaken
-                if passes_left <= 0:
-                    placement.reserve = sequence
-                    break
-                rows_most = min(rows_most, len(chunks) + passes_left)
+                placement.reserve = sequence
+                break
             continue
         part = min(sequence.fill, left)
         load = replica.load + len(chunks)
         if part < min(sequence.fill, least) or _is_lighter(others, sequence, load, config):
             break
-        if _has_rival(replica, others, sequence, load, config):
-            placement.deferred.append(sequence)
-            continue
         chunks.append((sequence, 0, part))
-        taken += replica.blocks_for(sequence)
-        taken_most += replica.blocks_limit(sequence)
         left -= part
         if part < sequence.fill:
             break
     placement.tokens_left = left
-    placement.overtaken = [
-        (sequence, len(chunks) - before) for sequence, before in passed_over if len(chunks) > before
-    ]
     return placement
 
 
@@ -226,37 +202,6 @@ def _is_lighter(
 def _rows_worth(replica: ReplicaRecord, sequence: Sequence) -> int:
     """How many residents more the replica may have than another, for the prefix that it has."""
     return replica.shared(sequence) // PREFIX_TOKENS_PER_ROW
-
-
-def _has_rival(
-    replica: ReplicaRecord,
-    others: list[ReplicaRecord],
-    sequence: Sequence,
-    load: int,
-    config: SchedulerConfig,
-) -> bool:
-    """Whether the sequence is left to another replica for its prefix (rule 3).
-
-    Both replicas are busy, so both look at the queue again soon. A sequence that lost its place is
-    not left: where it has been is where it should not go.
-    """
-    if not replica.spec.prefix_sharing or not (replica.pipeline.batches or replica.ready):
-        return False
-    if (
-        sequence.deferrals >= config.passes_max
-        or sequence.recovered
-        or sequence.reservation is not None
-    ):
-        return False
-    here = load - _rows_worth(replica, sequence)
-    return any(
-        (worth := _rows_worth(other, sequence))
-        and other.load - worth < here
-        and other.pipeline.batches
-        and not other.quarantined
-        and has_room(other, sequence, config)
-        for other in others
-    )
 
 
 def lightest(replica: ReplicaRecord, pool: Pool) -> ReplicaRecord | None:
@@ -293,15 +238,14 @@ def rows_to_move(
     most = min(config.prefill_rows_max, (replica.load - target.load) // 2)
     gains.sort(key=lambda pair: (-pair[0], pair[1].number))
     rows: list[Sequence] = []
-    tokens = blocks = 0
+    tokens = 0
     for gain, sequence in gains:
         if gain <= 0 or len(rows) == most:
             break
         tokens += sequence.length
         if rows and tokens > chunk:
             break
-        if target.could_hold(sequence) and target.has_blocks(sequence, blocks):
-            blocks += target.blocks_for(sequence)
+        if target.could_hold(sequence) and target.has_blocks(sequence, rows):
             rows.append(sequence)
     return rows
 

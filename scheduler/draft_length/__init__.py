@@ -1,6 +1,6 @@
 """How many tokens a batch drafts, by expected goodput: latency, acceptance, policy."""
 
-from scheduler.draft_length.latency import Latency, LatencyTable
+from scheduler.draft_length.latency import LatencyTable
 from scheduler.draft_length.policy import CostEstimates, DraftPolicy, StepPlan
 
-__all__ = ["CostEstimates", "DraftPolicy", "Latency", "LatencyTable", "StepPlan"]
+__all__ = ["CostEstimates", "DraftPolicy", "LatencyTable", "StepPlan"]

@@ -11,13 +11,10 @@ Knows numbers, nothing of sequences, batches or what the times are used for.
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass
 from operator import mul
-
-from scheduler.messages import PrefillTiming, StepTiming
 
 CELLS_MAX = 128
 """Buckets of one kind of work; the one seen longest ago goes first."""
@@ -30,8 +27,8 @@ OUTLIER = 1.5
 change is still followed within some tens of steps."""
 STALE = 256
 """A bucket that was not seen for so many steps may be tried again."""
-CALIBRATED = 4
-"""Times that each figure of a replica's calibration stands for: it is a median."""
+COUNT_MAX = 4
+"""Times of a bucket that count where several of the same tokens are put together."""
 FIT_EVERY = 16
 """Steps after which the table is interpolated anew; sooner while few were seen."""
 
@@ -45,15 +42,6 @@ def bucket(tokens: int) -> int:
     below = max(tokens - 1, 0)
     octave = max(below.bit_length() - 4, 0)
     return 8 * octave + (below >> octave)
-
-
-@dataclass(frozen=True, slots=True)
-class Latency:
-    """One row of a latency table: work of about so many tokens, without reading KV."""
-
-    tokens: float
-    seconds: float
-    """At the machine's usual speed."""
 
 
 @dataclass(slots=True)
@@ -101,7 +89,9 @@ class Latencies:
             base_s = seconds[at - 1] + share * (seconds[at] - seconds[at - 1])
         elif known:
             end = 0 if at == 0 else -1
-            base_s = max(seconds[end] + self._rise_s * (tokens - known[end]), 0.0)
+            # Fewer tokens take at least their share: no work takes no time.
+            least_s = seconds[end] * min(tokens / known[end], 1.0)
+            base_s = max(seconds[end] + self._rise_s * (tokens - known[end]), least_s)
         else:
             base_s = 0.0
         return base_s + self.kv_s * kv
@@ -118,9 +108,9 @@ class Latencies:
             return None
         return max(cell.seconds + self.kv_s * (kv - cell.kv), 0.5 * cell.seconds)
 
-    def observe(self, tokens: int, kv: float, seconds: float, now: int, count: int = 1) -> bool:
-        """Work took `seconds` at the usual speed, in step number `now`; `count` times, if it is
-        the first of its bucket. Returns whether it tells something new."""
+    def observe(self, tokens: int, kv: float, seconds: float, now: int) -> bool:
+        """Work took `seconds` at the usual speed, in step number `now`. Returns whether it tells
+        something new."""
         at = bucket(tokens)
         new = self.stale(tokens, now)
         self._last[at] = now
@@ -129,7 +119,7 @@ class Latencies:
         if cell is None:
             if len(self._cells) >= CELLS_MAX:
                 del self._cells[min(self._cells, key=lambda one: self._cells[one].last)]
-            self._cells[key] = _Cell(tokens, kv, seconds, count, now)
+            self._cells[key] = _Cell(tokens, kv, seconds, 1, now)
             return True
         rate = max(1.0 / cell.count, CELL_RATE)
         cell.tokens += rate * (tokens - cell.tokens)
@@ -147,7 +137,7 @@ class Latencies:
         self.kv_s = _slope([cells for cells in alike.values() if len(cells) > 1])
         points = []
         for cells in alike.values():
-            weights = [min(cell.count, CALIBRATED) for cell in cells]
+            weights = [min(cell.count, COUNT_MAX) for cell in cells]
             tokens = _mean([cell.tokens for cell in cells], weights)
             base_s = _mean([max(one.seconds - self.kv_s * one.kv, 0.0) for one in cells], weights)
             points.append((tokens, base_s))
@@ -162,21 +152,18 @@ class Latencies:
             rise_s = self._seconds[-1] - self._seconds[0]
             self._rise_s = rise_s / (self._tokens[-1] - self._tokens[0])
 
-    def rows(self) -> tuple[Latency, ...]:
-        """What `status` shows."""
-        return tuple(map(Latency, self._tokens, self._seconds))
-
 
 def _mean(values: list[float], weights: list[int]) -> float:
-    return math.fsum(map(mul, values, weights)) / sum(weights)
+    total: float = sum(map(mul, values, weights))
+    return total / sum(weights)
 
 
 def _slope(sets: Iterable[list[_Cell]]) -> float:
     """Seconds per KV position, by least squares of relative errors; not negative."""
     above = below = 0.0
     for cells in sets:
-        kv = sum(cell.kv for cell in cells) / len(cells)
-        seconds = sum(cell.seconds for cell in cells) / len(cells)
+        kv = sum([cell.kv for cell in cells]) / len(cells)
+        seconds = sum([cell.seconds for cell in cells]) / len(cells)
         weight = 1.0 / max(seconds, 1e-9) ** 2
         above += weight * sum((one.kv - kv) * (one.seconds - seconds) for one in cells)
         below += weight * sum((one.kv - kv) ** 2 for one in cells)
@@ -198,31 +185,19 @@ class StepCosts:
 
 
 class LatencyTable:
-    """One replica's table. A new one knows what the replica's calibration found."""
+    """One replica's table."""
 
-    def __init__(self, timings: Iterable[StepTiming | PrefillTiming] = ()) -> None:
+    def __init__(self) -> None:
         self.step = Latencies()
         self.draft = Latencies()
         self.prefill = Latencies()
         self.slowdown = 1.0
         """Seconds now over usual seconds."""
         self._costs: dict[tuple[int, int], StepCosts] = {}
-        self._rated = 0
-        """Times that the factor has seen."""
         self._seen = 0
+        """Times of steps and prefills."""
         self._waiting = 0
         """Of those, the ones that are not interpolated yet."""
-        for one in timings:
-            if isinstance(one, PrefillTiming):
-                self.prefill.observe(one.tokens, 0, one.prefill_s, 0, CALIBRATED)
-                continue
-            step_s = one.verify_s + one.rest_s
-            tokens = one.rows * (one.draft_len + 1)
-            self.step.observe(tokens, one.kv_read, step_s, 0, CALIBRATED)
-            if one.draft_len:
-                pass_s = one.draft_s / one.draft_len
-                self.draft.observe(one.rows, one.kv_read, pass_s, 0, CALIBRATED)
-        self._fit()
 
     @property
     def known(self) -> bool:
@@ -268,31 +243,24 @@ class LatencyTable:
 
     def costs(self, rows: int, most: int) -> StepCosts:
         """Of steps of so many rows with 0 to `most` draft tokens each."""
-        found = self._costs.get((rows, most))
-        if found is None:
-            found = self._costs[rows, most] = self._costs_of(rows, most)
-        return found
-
-    def _costs_of(self, rows: int, most: int) -> StepCosts:
+        if (rows, most) in self._costs:
+            return self._costs[rows, most]
         pass_s = self.draft(rows, 0)
         tokens = [rows * (draft_len + 1) for draft_len in range(most + 1)]
         base_s = [self.step(count, 0) + at * pass_s for at, count in enumerate(tokens)]
         stale = [at for at, count in enumerate(tokens) if self.step.stale(count, self._seen)]
-        return StepCosts(base_s, stale, self.step.kv_s, self.draft.kv_s)
+        found = self._costs[rows, most] = StepCosts(base_s, stale, self.step.kv_s, self.draft.kv_s)
+        return found
 
     def _note_speed(self, ratio: float) -> None:
         """Known work took `ratio` times its usual time."""
-        self._rated += 1
         change = min(max(ratio / self.slowdown, 1 / OUTLIER), OUTLIER)
-        self.slowdown *= 1.0 + max(SPEED_RATE, 1.0 / (1 + self._rated)) * (change - 1.0)
+        self.slowdown *= 1.0 + SPEED_RATE * (change - 1.0)
 
     def _noted(self, new: bool) -> None:
         self._waiting += 1
         if new or self._waiting >= min(FIT_EVERY, self._seen // 8):
-            self._fit()
-
-    def _fit(self) -> None:
-        self._waiting = 0
-        self._costs.clear()
-        for one in (self.step, self.draft, self.prefill):
-            one.fit()
+            self._waiting = 0
+            self._costs.clear()
+            for one in (self.step, self.draft, self.prefill):
+                one.fit()

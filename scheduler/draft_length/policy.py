@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from scheduler.config import PREFILL_TOKENS_LEAST, SchedulerConfig
 from scheduler.draft_length.acceptance import Acceptance, goodputs, likelihoods
-from scheduler.draft_length.latency import Latency, LatencyTable
+from scheduler.draft_length.latency import LatencyTable
 from scheduler.messages import Batch, BatchKind, ReplicaSpec, StepResult, StepRow
 from scheduler.state import Answer, Sequence, computed
 
@@ -65,16 +65,8 @@ class CostEstimates:
     acceptance_greedy: float = 0.0
     """Probability that one more draft token is accepted, lately and over all sequences."""
     acceptance_sampled: float = 0.0
-    apart_positions: float = math.inf
-    """See `DraftPolicy.apart`."""
     slowdown: float = 1.0
     """What steps take now over what they take usually."""
-    draft: tuple[Latency, ...] = ()
-    """One draft pass, by rows."""
-    step: tuple[Latency, ...] = ()
-    """The rest of a step, by tokens checked."""
-    prefill: tuple[Latency, ...] = ()
-    """One prefill batch, by positions filled."""
 
 
 @dataclass(slots=True)
@@ -86,7 +78,6 @@ class _Known:
     """Draft tokens per row and step that it can propose."""
     fixed: int | None
     """Its draft length, where that is not chosen."""
-    reads_apart: bool
     draft_len: int
     """As it was chosen last."""
     planned: tuple[int, int, int] = (0, 0, 0)
@@ -97,12 +88,6 @@ class _Known:
     """Time saved up for probes."""
     filled_behind: int = 0
     """The most KV positions that a prefill batch filled up to."""
-
-    def kv_of(self, rows: Rows[Sequence] | Rows[StepRow]) -> int:
-        """KV positions that a step of these rows reads; they stand by rising length."""
-        if self.reads_apart:
-            return sum([one.length for one in rows])
-        return len(rows) * rows[-1].length
 
     def step_s(self) -> float:
         """Expected time of a step of the last batch; 0 while nothing is known."""
@@ -133,13 +118,14 @@ class DraftPolicy:
         """A replica is there; called once per incarnation."""
         fixed = [one for one in (self._config.draft_len, spec.draft_len) if one is not None]
         most = min(spec.draft_len_max, self._config.draft_len_max)
-        self._replicas[replica_id] = _Known(
-            table=LatencyTable(spec.timings),
+        known = self._replicas[replica_id] = _Known(
+            table=LatencyTable(),
             most=most,
             fixed=min(*fixed, spec.draft_len_max) if fixed else None,
-            reads_apart=True,
             draft_len=min(FALLBACK, most),
         )
+        for batch, result in spec.trials:
+            self._observe_times(known, batch, result)
         if spec.acceptance is not None:
             self._acceptance.expect(spec.acceptance)
 
@@ -149,7 +135,7 @@ class DraftPolicy:
     def plan(self, replica_id: str, rows: Rows[Sequence], steps_most: int) -> StepPlan:
         """How to run these rows, which stand by rising length; `steps_most` is at least 1."""
         known = self._replicas[replica_id]
-        kv, probe = known.kv_of(rows), None
+        kv, probe = _kv_of(rows), None
         if known.fixed is not None:
             known.draft_len = known.fixed
         else:
@@ -172,12 +158,6 @@ class DraftPolicy:
         known = self._replicas[replica_id]
         round_trip_s = known.round_trip_s
         return round_trip_s is not None and round_trip_s <= GAP_SHARE * known.step_s()
-
-    def apart(self, replica_id: str) -> float:
-        """KV positions that a batch may read beyond its rows' own; with more, two steps take less
-        time than one. Infinitely many where its rows need not read so far, or nothing is known."""
-        known = self._replicas[replica_id]
-        return math.inf if known.reads_apart else _positions_of_a_step(known)
 
     def prefill_tokens(self, replica_id: str, stepping_rows: int, most: int, begin: int = 0) -> int:
         """KV positions that the next prefill batch may fill, in [1, most], while so many rows are
@@ -207,15 +187,12 @@ class DraftPolicy:
         """A batch is done: its times, and what its live rows accepted. `round_trip_s` is what
         passed beside its run, where nothing else was in flight."""
         known = self._replicas[result.replica_id]
-        if batch.kind is BatchKind.PREFILL:
-            self._observe_prefill(known, batch, result)
-        elif result.steps:
-            if round_trip_s is not None:
-                before = known.round_trip_s
-                usual_s = round_trip_s if before is None else before + 0.1 * (round_trip_s - before)
-                # The least is what matters: a round trip is long by chance only.
-                known.round_trip_s = min(round_trip_s, usual_s)
-            self._observe_steps(known, batch, result)
+        if result.steps and round_trip_s is not None:
+            before = known.round_trip_s
+            usual_s = round_trip_s if before is None else before + 0.1 * (round_trip_s - before)
+            # The least is what matters: a round trip is long by chance only.
+            known.round_trip_s = min(round_trip_s, usual_s)
+        self._observe_times(known, batch, result)
         self._acceptance.observe(answers)
 
     def estimates(self, replica_id: str) -> CostEstimates:
@@ -229,11 +206,7 @@ class DraftPolicy:
             round_trip_s=known.round_trip_s or 0.0,
             acceptance_greedy=self._acceptance.overall(greedy=True),
             acceptance_sampled=self._acceptance.overall(greedy=False),
-            apart_positions=self.apart(replica_id),
             slowdown=table.slowdown,
-            draft=table.draft.rows(),
-            step=table.step.rows(),
-            prefill=table.prefill.rows(),
         )
 
     # ----------------------------------------------------------------- choices
@@ -283,6 +256,12 @@ class DraftPolicy:
 
     # ----------------------------------------------------------------- results
 
+    def _observe_times(self, known: _Known, batch: Batch, result: StepResult) -> None:
+        if batch.kind is BatchKind.PREFILL:
+            self._observe_prefill(known, batch, result)
+        elif result.steps:
+            self._observe_steps(known, batch, result)
+
     def _observe_prefill(self, known: _Known, batch: Batch, result: StepResult) -> None:
         tokens = before = 0
         for begin, end in computed(batch, result):
@@ -298,23 +277,16 @@ class DraftPolicy:
         asked = max([row.asked_tokens / row.steps for row in result.rows if row.steps], default=0)
         draft_len = round(asked)
         rest_s = (times.total_s - times.prefill_s - times.draft_s) / steps
-        kv = known.kv_of(batch.rows)
+        kv = _kv_of(batch.rows)
         known.table.observe_step(rows, draft_len, kv, times.draft_s / steps, rest_s)
         known.credit_s += PROBE_SHARE * times.total_s
         if batch.draft_len and not known.draft_len:
             known.credit_s -= times.prefill_s  # a probe made the draft catch up
 
 
-def _positions_of_a_step(known: _Known) -> float:
-    """KV positions whose reading takes as long as it takes more to run the last batch in two
-    halves: a second step's fixed cost, and a round trip."""
-    table, (rows, draft_len, _) = known.table, known.planned
-    position_s = table.slowdown * (table.step.kv_s + draft_len * table.draft.kv_s)
-    if position_s <= 0.0 or not rows:
-        return math.inf
-    halves_s = sum(table.step_s(part, draft_len, 0) for part in (rows // 2, rows - rows // 2))
-    more_s = max(halves_s - table.step_s(rows, draft_len, 0), 0.0)
-    return (more_s + max(known.round_trip_s or 0.0, 0.0)) / position_s
+def _kv_of(rows: Rows[Sequence] | Rows[StepRow]) -> int:
+    """KV positions that a step of these rows reads."""
+    return sum([one.length for one in rows])
 
 
 def row_draft_len(sequence: Sequence, draft_len: int) -> int:

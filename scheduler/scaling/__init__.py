@@ -1,6 +1,7 @@
 """How many replicas a load needs, and which shard takes a request."""
 
 from scheduler.scaling.autoscaling import (
+    LOOK_S as LOOK_S,
     AutoscalingConfig as AutoscalingConfig,
     CapacityMeter as CapacityMeter,
     ScalingState as ScalingState,

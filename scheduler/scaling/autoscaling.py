@@ -17,6 +17,12 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from scheduler.state import BatchFigures
 from scheduler.status import PoolStatus
 
+LOOK_S = 0.5
+"""How often the pool is looked at."""
+STARTING_MAX = 4
+"""Replicas that may be on their way at once."""
+DOWN_SHARE = 0.7
+"""A replica is removed only if the others would be used up to this share."""
 _SAMPLE_S = 1.0
 """Least time of work that says something about a replica's speed."""
 _MEMORY_S = 20.0
@@ -49,24 +55,11 @@ class AutoscalingConfig(BaseModel):
     idle_s: float = Field(
         default=300.0, ge=0, description="Time without any request until the last replica goes."
     )
-    down_share: float = Field(
-        default=0.7,
-        gt=0,
-        le=1,
-        description="A replica is removed only if the others would be used up to this share.",
-    )
-    starting_max: int = Field(
-        default=4, ge=1, description="Replicas that may be on their way at once."
-    )
-    down_step: int = Field(
-        default=1, ge=1, description="Most replicas that are removed at once; then the delay again."
-    )
     tokens_per_s: float = Field(
         default=500.0,
         gt=0,
         description="What one replica is taken to commit per second until that was measured.",
     )
-    look_s: float = Field(default=0.5, gt=0, description="How often the pool is looked at.")
 
     @model_validator(mode="after")
     def _min_is_not_above_max(self) -> AutoscalingConfig:
@@ -83,8 +76,6 @@ class ScalingState:
     """Since when the load asks for more than is wanted."""
     low_since_s: float | None = None
     """Since when fewer would do."""
-    low_most: int = 0
-    """The most that would have done since then."""
     live_s: float | None = None
     """When there was a request last."""
 
@@ -120,17 +111,21 @@ def wanted_replicas(
     if enough > wanted:
         since_s = now_s if state.high_since_s is None else state.high_since_s
         # Without a low since: what was low before this must last its delay anew.
-        state = replace(state, high_since_s=since_s, low_since_s=None, low_most=0)
+        state = replace(state, high_since_s=since_s, low_since_s=None)
         if now_s - since_s >= config.up_delay_s:
-            wanted = max(wanted, min(enough, status.serving + config.starting_max))
+            wanted = max(wanted, min(enough, status.serving + STARTING_MAX))
         return wanted, state
     state = replace(state, high_since_s=None)
     if partial:
         return wanted, state
-    needed = max(_whole(max(queue, work) / config.down_share, config), 1, config.min_replicas)
+    needed = max(_whole(max(queue, work) / DOWN_SHARE, config), 1, config.min_replicas)
     if needed < wanted:
-        return _down(config, needed, wanted, state, now_s)
-    state = replace(state, low_since_s=None, low_most=0)
+        since_s = now_s if state.low_since_s is None else state.low_since_s
+        if now_s - since_s < config.down_delay_s:
+            return wanted, replace(state, low_since_s=since_s)
+        # One goes, and the delay begins again.
+        return wanted - 1, replace(state, low_since_s=now_s)
+    state = replace(state, low_since_s=None)
     if wanted == 1 and config.min_replicas == 0 and not live and state.live_s is not None:
         wanted = 0 if now_s - state.live_s >= config.idle_s else 1
     return wanted, state
@@ -141,18 +136,7 @@ def unseen(state: ScalingState, now_s: float) -> ScalingState:
 
     Neither a low load nor an idle pool has lasted while it was not seen.
     """
-    return replace(state, low_since_s=None, low_most=0, live_s=now_s)
-
-
-def _down(
-    config: AutoscalingConfig, needed: int, wanted: int, state: ScalingState, now_s: float
-) -> tuple[int, ScalingState]:
-    since_s = now_s if state.low_since_s is None else state.low_since_s
-    most = max(needed, state.low_most)
-    if now_s - since_s < config.down_delay_s:
-        return wanted, replace(state, low_since_s=since_s, low_most=most)
-    fewer = max(min(most, wanted), wanted - config.down_step)
-    return fewer, replace(state, low_since_s=now_s, low_most=0)
+    return replace(state, low_since_s=None, live_s=now_s)
 
 
 def _whole(replicas: float, config: AutoscalingConfig) -> int:

@@ -164,7 +164,7 @@ class Experiment:
             for action in actions:
                 if isinstance(action, Finish | Reject):
                     self._end(int(action.request_id), world.report.outcomes.pop(action.request_id))
-            self._waiting[shard] = world.scheduler.waiting
+            self._waiting[shard] = len(world.scheduler.pool.waiting)
             self._figures.waiting_most = max(self._figures.waiting_most, sum(self._waiting))
 
         pool_cost = setup.pool.of if setup.pool is not None else None

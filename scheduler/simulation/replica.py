@@ -33,7 +33,9 @@ Acceptance = Callable[[str], float]
 
 
 @dataclass(slots=True)
-class _Resident:
+class Resident:
+    """A sequence on a simulated replica."""
+
     admitted: PrefillRow
     acceptance: float
     state: int
@@ -96,7 +98,7 @@ class SimulatedReplica:
     ) -> None:
         self.id = replica_id
         self.spec = spec
-        self.residents: dict[str, _Resident] = {}
+        self.residents: dict[str, Resident] = {}
         self._times = times
         self._acceptance = acceptance
         self._rng = rng
@@ -108,7 +110,7 @@ class SimulatedReplica:
         # The batch that runs.
         self._batch: Batch | None = None
         self._step_times = StepTimes()
-        self._rows: list[_Resident] = []
+        self._rows: list[Resident] = []
         self._steps = 0
 
     def receive(self, batch: Batch) -> None:
@@ -141,7 +143,7 @@ class SimulatedReplica:
             assert row.tokens_left >= 1, "a complete sequence was prefilled"
             assert length + row.tokens_left <= self.spec.context_len, "beyond the context"
             acceptance = self._acceptance(row.sequence_id)
-            resident = _Resident(
+            resident = Resident(
                 row, acceptance, content_hash(row.tokens), length, length - 1, row.tokens_left
             )
             self.residents[row.sequence_id] = resident
@@ -160,7 +162,7 @@ class SimulatedReplica:
         new = min(batch.steps * (row.draft_len + 1), resident.tokens_left)
         self._own(resident, row.blocks, row.length + new - 1)
 
-    def _own(self, resident: _Resident, blocks: int, positions: int) -> None:
+    def _own(self, resident: Resident, blocks: int, positions: int) -> None:
         assert blocks_needed(positions, self.spec.block_size) <= blocks, "too few blocks"
         self._blocks_used += max(blocks - resident.blocks, 0)
         resident.blocks = max(blocks, resident.blocks)
@@ -178,7 +180,7 @@ class SimulatedReplica:
             self._fill(row, self.residents[row.sequence_id])
         return self._step_times.total_s
 
-    def _fill(self, row: PrefillRow, resident: _Resident) -> None:
+    def _fill(self, row: PrefillRow, resident: Resident) -> None:
         resident.reused = 0
         if row.tokens and self.spec.prefix_sharing:
             keys = block_keys(row.tokens, self.spec.block_size, row.salt)
@@ -194,13 +196,11 @@ class SimulatedReplica:
         self._steps += 1
         if batch.prefill:
             return False
-        draft_lens = [
-            min(row.draft_len, resident.tokens_left - 1)
-            for row, resident in zip(batch.rows, residents, strict=True)
-        ]
         finished = [
-            resident.step(draft_len, self._rng, self.spec.vocab_size)
-            for resident, draft_len in zip(residents, draft_lens, strict=True)
+            resident.step(
+                min(row.draft_len, resident.tokens_left - 1), self._rng, self.spec.vocab_size
+            )
+            for row, resident in zip(batch.rows, residents, strict=True)
         ]
         return self._steps < batch.steps and not any(finished)
 

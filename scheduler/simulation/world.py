@@ -176,12 +176,12 @@ class World:
         """A replica joins as `name`, and after each death as `name+1`, `name+2`, ..."""
         self._clock.at(at_s, lambda: self._join(name, spec))
 
-    def drain(self, at_s: float, name: str, leave_s: float, rejoin: bool = True) -> None:
+    def drain(self, at_s: float, name: str, leave_s: float) -> None:
         """The replica called `name` at that time drains, and leaves `leave_s` later."""
 
         def drain(host: _Host) -> None:
             self._tell(ReplicaDraining(host.replica.id))
-            self._clock.after(leave_s, lambda: self._die(host, 0.0, rejoin))
+            self._clock.after(leave_s, lambda: self._die(host, 0.0))
 
         self._clock.at(at_s, lambda: self._with_host(name, drain))
 
@@ -263,7 +263,7 @@ class World:
         self._hosts[replica_id] = _Host(name, replica)
         self._tell(ReplicaJoined(replica_id, spec))
 
-    def _die(self, host: _Host, lease_s: float | None = None, rejoin: bool = True) -> None:
+    def _die(self, host: _Host, lease_s: float | None = None) -> None:
         """`lease_s`: when the pool learns of it; None: as the fault plan says."""
         if not host.alive:
             return
@@ -272,9 +272,8 @@ class World:
         def declare_lost() -> None:
             del self._hosts[host.replica.id]
             self._tell(ReplicaLost(host.replica.id))
-            if rejoin:
-                spec = host.replica.spec
-                self._clock.after(self.faults.rejoin_s, lambda: self._join(host.name, spec))
+            spec = host.replica.spec
+            self._clock.after(self.faults.rejoin_s, lambda: self._join(host.name, spec))
 
         self._clock.after(self.faults.lease_s if lease_s is None else lease_s, declare_lost)
 

@@ -84,20 +84,13 @@ def _check_replica(pool: Pool, replica: ReplicaRecord) -> None:
     assert replica.blocks_used == sum(one.blocks for one in residents), f"{name}: blocks"
     assert 0 <= replica.blocks_used <= replica.spec.kv_blocks, f"{name}: too many blocks"
     assert len(residents) <= pool.config.residents_max, f"{name}: too many residents"
-    for state, count in replica.rows_in.items():
-        assert count == sum(one.state is state for one in residents), f"{name}: count of {state}"
     partial = {one.id for one in residents if one.state is State.PARTIAL}
     assert set(replica.partial) == partial, f"{name}: rows that are filled in part"
     ready = {one for one in residents if one.state is State.READY}
     quarantined = {one for one in ready if one.quarantined}
     assert set(replica.quarantined.values()) == quarantined, f"{name}: rows in quarantine"
     assert set(replica.ready) == ready - quarantined, f"{name}: ready rows"
-    lengths = sorted(one.length for one in ready - quarantined)
-    assert replica.ready.lengths() == lengths, f"{name}: lengths of ready rows"
-    most = sum(replica.blocks_limit(one) for one in residents)
-    assert replica.blocks_most == most, f"{name}: blocks at the limit"
     replica.ready.check_integrity()
-    assert set(replica.ready._turns) <= set(residents), f"{name}: turns of others"
     flights = replica.pipeline.batches
     assert len(flights) <= pool.config.batches_in_flight_max, f"{name}: too many batches"
     if any(row.quarantined for one in flights.values() for row in one.rows if row.live):

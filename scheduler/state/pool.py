@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, insort
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable
 from itertools import takewhile
 
@@ -15,45 +15,27 @@ from scheduler.config import SchedulerConfig
 from scheduler.messages import FinishReason, ReplicaSpec, Request, RowResult
 from scheduler.queue import WaitingQueue
 from scheduler.state.replica import ReplicaRecord
-from scheduler.state.sequence import IN_FLIGHT, RESIDENT, Chunk, Move, Sequence, State
+from scheduler.state.sequence import IN_FLIGHT, Chunk, Move, Sequence, State
 
-WINDOW_S = 10
+RATE_S = 5.0
+"""Time over which the rate of tokens is a mean."""
 REACHED_RECENT = 0.02
 """Weight of the last request in what is expected of others."""
 
 
 class RateMeter:
-    """Counts tokens in slots of one second; what is older than WINDOW_S is forgotten."""
+    """Tokens per second: a mean that forgets, so that what is RATE_S old counts a third."""
 
     def __init__(self) -> None:
-        self._slots: deque[list[int]] = deque()
-        """[second, tokens], rising."""
-        self._sum = 0
-        self._began_s = 0.0
+        self._rate = 0.0
+        self._at_s = 0.0
 
     def add(self, tokens: int, now_s: float) -> None:
-        second = int(now_s)
-        self._drop(second)
-        if not self._slots:  # the first ever, or after a pause
-            self._began_s = now_s
-        self._sum += tokens
-        if self._slots and self._slots[-1][0] == second:
-            self._slots[-1][1] += tokens
-        else:
-            self._slots.append([second, tokens])
+        self._rate = self.per_s(now_s) + tokens / RATE_S
+        self._at_s = now_s
 
     def per_s(self, now_s: float) -> float:
-        """0 before the first token and after WINDOW_S without one."""
-        self._drop(int(now_s))
-        if not self._slots:
-            return 0.0
-        # In the first seconds the window is not full; a second is the least that means anything.
-        span_s = min(max(now_s - self._began_s, 1.0), float(WINDOW_S))
-        return self._sum / span_s
-
-    def _drop(self, second: int) -> None:
-        while self._slots and self._slots[0][0] <= second - WINDOW_S:
-            self._sum -= self._slots.popleft()[1]
+        return self._rate * math.exp((self._at_s - now_s) / RATE_S)
 
 
 class Pool:
@@ -87,12 +69,7 @@ class Pool:
     def accept(self, request: Request, now_s: float) -> Sequence:
         """A new record, not yet in the queue."""
         self._number += 1
-        sequence = Sequence(
-            request,
-            self._number,
-            now_s,
-            committed=list(request.committed),
-        )
+        sequence = Sequence(request, self._number, now_s, committed=list(request.committed))
         self.sequences[request.id] = sequence
         self.limit_left += sequence.tokens_left
         if request.timeout_s is not None:
@@ -110,8 +87,8 @@ class Pool:
         return self.expected(self.limit_left)
 
     def live_count(self) -> int:
-        """Sequences whose Finish is not out. O(replicas)."""
-        leaving = sum(replica.rows_in[State.LEAVING] for replica in self.replicas.values())
+        """Sequences whose Finish is not out. O(rows in flight)."""
+        leaving = sum(len(replica.rows_in(State.LEAVING)) for replica in self.replicas.values())
         return len(self.sequences) - leaving
 
     def takes_more(self, replica: ReplicaRecord) -> bool:
@@ -132,7 +109,6 @@ class Pool:
         """From the queue to a replica: reserves blocks until it leaves or is sent back."""
         self.waiting.remove(sequence)
         self.drop_reservation(sequence)
-        sequence.overtaken = sequence.deferrals = 0
         sequence.replica_id = replica.id
         replica.note_prefix(sequence)
         sequence.blocks = replica.blocks_for(sequence)
@@ -143,7 +119,6 @@ class Pool:
             sequence.replicas.append(replica.id)
         replica.residents[sequence.id] = sequence
         replica.blocks_used += sequence.blocks
-        replica.blocks_most += replica.blocks_limit(sequence)
         self._open = None
 
     def fill(self, given: list[Chunk], batch_id: int) -> None:
@@ -193,7 +168,7 @@ class Pool:
         return tokens, reason
 
     def move(self, sequence: Sequence, move: Move) -> None:
-        """Changes the state and keeps the replica's counts and ready rows in step with it."""
+        """Changes the state and keeps the replica's rows in step with it."""
         before = sequence.state
         sequence.move(move)
         if sequence.replica_id is None:
@@ -202,10 +177,6 @@ class Pool:
         after = sequence.state
         if after not in IN_FLIGHT:
             sequence.batch_id = None
-        if before in RESIDENT:
-            replica.rows_in[before] -= 1
-        if after in RESIDENT:
-            replica.rows_in[after] += 1
         if before is State.PARTIAL:
             del replica.partial[sequence.id]
         elif after is State.PARTIAL:
@@ -264,9 +235,8 @@ class Pool:
             replica.note_prefix(sequence)
         del replica.residents[sequence.id]
         replica.blocks_used -= sequence.blocks
-        replica.blocks_most -= replica.blocks_limit(sequence)
-        replica.ready.forget(sequence)
         sequence.blocks = sequence.filled = 0
+        sequence.turn = -math.inf
         sequence.replica_id = None
         sequence.batch_id = None
         self._open = None

@@ -1,7 +1,6 @@
-"""The ready rows of one replica: by length, by age, and by the steps that they have had.
+"""The ready rows of one replica: by age, by length, and by the steps that they have had.
 
-An index, not a policy: which rows step next is decided by `batching.grouping`. Knows lengths and
-ages; a row itself is any object that a dict takes as a key.
+A record, not a policy: which rows step next is decided by `batching.grouping`.
 
 Time is counted in steps of an equal share: a batch is worth its rows over all that step. A row's
 turn is that time when it came, and one more for each step that it has had; its lag is by how much
@@ -11,114 +10,68 @@ client waits for its first token.
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence as Rows
 from math import inf
-from typing import Generic, TypeVar
+from operator import attrgetter
 
-Row = TypeVar("Row", bound=Hashable)
+from scheduler.state.sequence import Sequence
 
 
-class ReadyRows(Generic[Row]):
-    """Rows that a batch may take. Needs at least one row where a method names a first or a most."""
+class ReadyRows:
+    """Rows that a batch may take; the length of a row does not change while it is ready."""
 
     def __init__(self) -> None:
-        self._by_age: dict[Row, tuple[int, int, int]] = {}
-        """(length, number, batches dispatched before) as it became ready; the oldest first."""
-        self._rising: list[tuple[int, int, Row]] = []
-        """(length, number, row); of one length the oldest first."""
-        self._by_turn: list[tuple[float, int, Row]] = []
-        """(turn, number, row), rising."""
-        self._turns: dict[Row, float] = {}
-        """Of all rows, in batches as well."""
+        self._since: dict[Sequence, int] = {}
+        """Batches dispatched before a row became ready; the oldest row first."""
         self._share = 0.0
-        self._number = 0
         self.batches = 0
         """Batches of steps dispatched on this replica."""
 
     def __len__(self) -> int:
-        return len(self._by_age)
+        return len(self._since)
 
     def __contains__(self, row: object) -> bool:
-        return row in self._by_age
+        return row in self._since
 
-    def __iter__(self) -> Iterator[Row]:
+    def __iter__(self) -> Iterator[Sequence]:
         """The oldest first."""
-        return iter(self._by_age)
+        return iter(self._since)
 
-    def lengths(self) -> list[int]:
-        """Lengths of all ready rows, rising."""
-        return [length for length, _, _ in self._rising]
-
-    def length(self, row: Row) -> int:
-        return self._by_age[row][0]
-
-    def passes(self, row: Row) -> int:
+    def passes(self, row: Sequence) -> int:
         """How often the row was passed over since it became ready."""
-        return self.batches - self._by_age[row][2]
+        return self.batches - self._since[row]
 
-    def oldest(self) -> Row:
-        return next(iter(self._by_age))
+    def most_behind(self) -> tuple[float, Sequence]:
+        """The largest lag [steps], and its row; of several the oldest. Needs a ready row."""
+        row = min(self._since, key=attrgetter("turn"))
+        return self._share - row.turn, row
 
-    def most_behind(self) -> tuple[float, Row]:
-        """The largest lag [steps], and its row; of several the oldest."""
-        turn, _, row = self._by_turn[0]
-        return self._share - turn, row
+    def by_length(self) -> list[Sequence]:
+        """All of them, shortest first; of one length the oldest first."""
+        # A sort of hundreds takes no longer than an index that every batch changes.
+        return sorted(self._since, key=attrgetter("length"))
 
-    def shortest(self, size: int) -> list[Row]:
-        """So many of the shortest rows, shortest first."""
-        return [row for _, _, row in self._rising[:size]]
+    def add(self, row: Sequence) -> None:
+        """The row is ready, from now on the youngest."""
+        self._since[row] = self.batches
+        if row.turn == -inf and row.committed:
+            row.turn = self._share
 
-    def tightest(self, row: Row, size: int) -> list[Row]:
-        """Of the windows of `size` lengths that contain the row the one of least spread; of several
-        the one of the longest rows. Shortest first."""
-        rising = self._rising
-        at = self._place(*self._by_age[row][:2])
-        begins = range(max(at - size + 1, 0), min(at, len(rising) - size) + 1)
-        begin = min(begins, key=lambda one: (rising[one + size - 1][0] - rising[one][0], -one))
-        return [row for _, _, row in rising[begin : begin + size]]
-
-    def by_length(self, rows: Sequence[Row]) -> list[Row]:
-        """These ready rows, shortest first."""
-        return sorted(rows, key=self._by_age.__getitem__)
-
-    def add(self, row: Row, length: int, new: bool = False) -> None:
-        """The row is ready, from now on the youngest. O(log n) comparisons."""
-        self._number += 1
-        self._by_age[row] = (length, self._number, self.batches)
-        insort(self._rising, (length, self._number, row))
-        turn = self._turns[row] = -inf if new else self._turns.get(row, self._share)
-        insort(self._by_turn, (turn, self._number, row))
-
-    def remove(self, row: Row) -> None:
+    def remove(self, row: Sequence) -> None:
         """It is not ready any more, though it may be again."""
-        length, number, _ = self._by_age.pop(row)
-        del self._rising[self._place(length, number)]
-        del self._by_turn[bisect_left(self._by_turn, (self._turns[row], number))]
+        del self._since[row]
 
-    def forget(self, row: Row) -> None:
-        """It has left the replica."""
-        self._turns.pop(row, None)
-
-    def take(self, rows: Sequence[Row], of: int) -> None:
+    def take(self, rows: Rows[Sequence], of: int) -> None:
         """Removes the rows of a batch that is dispatched: it passes the others over. `of`: all rows
         that step on the replica."""
         self.batches += 1
         self._share += len(rows) / of
         for row in rows:
             self.remove(row)
-            turn = self._turns[row]
-            self._turns[row] = (self._share if turn == -inf else turn) + 1.0
+            row.turn = (self._share if row.turn == -inf else row.turn) + 1.0
 
     def check_integrity(self) -> None:
-        """Asserts that all orders hold the same rows."""
-        rising = [(length, number, row) for row, (length, number, _) in self._by_age.items()]
-        assert sorted(rising) == self._rising, "ready rows differ, or are out of order"
-        turns = [(self._turns[row], number, row) for _, number, row in rising]
-        assert sorted(turns) == self._by_turn, "turns of ready rows"
-        ages = [(number, batches) for _, number, batches in self._by_age.values()]
-        assert ages == sorted(ages), "ready rows are not in order of age"
-
-    def _place(self, length: int, number: int) -> int:
-        # A shorter tuple stands before all that begin with it.
-        return bisect_left(self._rising, (length, number))
+        """Asserts that the rows are in order of age, and each has its turn."""
+        since = list(self._since.values())
+        assert since == sorted(since), "ready rows are not in order of age"
+        assert all(row.turn > -inf or not row.committed for row in self._since), "no turn"

@@ -6,13 +6,14 @@ A record, not a policy: grouping and placement read it, the pool writes it.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import astuple, dataclass, field
 from operator import add
 
 from scheduler.messages import Batch, BatchKind, ReplicaSpec, StepResult
 from scheduler.state.prefixes import PrefixSet
 from scheduler.state.ready_rows import ReadyRows
-from scheduler.state.sequence import RESIDENT, Sequence, State
+from scheduler.state.sequence import Sequence, State
 from scheduler.validation import blocks_needed
 
 CAP_BATCHES = 64
@@ -138,19 +139,15 @@ class ReplicaRecord:
     """Share of a sequence's tokens to come for which blocks are reserved when it is placed."""
     draining: bool = False
     blocks_used: int = 0
-    blocks_most: int = 0
-    """Blocks that the residents would have if each went to its limit."""
     residents: dict[str, Sequence] = field(default_factory=dict)
     """All sequences with reserved blocks, leaving ones included."""
-    ready: ReadyRows[Sequence] = field(default_factory=ReadyRows)
+    ready: ReadyRows = field(default_factory=ReadyRows)
     """Ready rows, but for those in quarantine."""
     quarantined: dict[str, Sequence] = field(default_factory=dict)
     """Ready rows in quarantine, the one that waits longest first; see `faults`."""
     partial: dict[str, Sequence] = field(default_factory=dict)
     """Rows between two prefill batches. None is in quarantine: those are filled in one."""
     pipeline: Pipeline = field(default_factory=Pipeline)
-    rows_in: dict[State, int] = field(default_factory=lambda: dict.fromkeys(RESIDENT, 0))
-    """How many residents are in each state."""
     rows_cap: int | None = None
     """Batches of more rows have failed: memory may not last for them. None: none has."""
     below_cap: int = 0
@@ -184,21 +181,19 @@ class ReplicaRecord:
     def blocks_free(self) -> int:
         return self.spec.kv_blocks - self.blocks_used
 
-    @property
-    def stepping(self) -> int:
-        return self.rows_in[State.STEPPING]
+    def rows_in(self, state: State) -> list[Sequence]:
+        """Rows of the batches in flight that are in this state."""
+        flights = self.pipeline.batches.values()
+        return [row for one in flights for row in one.rows if row.state is state]
 
     @property
-    def prefilling(self) -> int:
-        return self.rows_in[State.PREFILLING]
+    def stepping(self) -> int:
+        return len(self.rows_in(State.STEPPING))
 
     @property
     def joining(self) -> int:
         """Rows that are ready once the prefill batches in flight are done."""
-        if not self.prefilling:
-            return 0
-        rows = (row for one in self.pipeline.batches.values() for row in one.rows)
-        return sum(one.state is State.PREFILLING and one.filled == one.fill for one in rows)
+        return sum(one.filled == one.fill for one in self.rows_in(State.PREFILLING))
 
     def blocks_for(self, sequence: Sequence) -> int:
         """Blocks to reserve when it is placed. It may need more later, but never if it was
@@ -228,17 +223,17 @@ class ReplicaRecord:
                 rows_max = limit
         return rows_max
 
-    def has_blocks(self, sequence: Sequence, taken: int = 0, taken_most: int = 0) -> bool:
-        """Whether its blocks are free, with `taken` blocks gone to others that would have
-        `taken_most` at their limits.
+    def has_blocks(self, sequence: Sequence, beside: Iterable[Sequence] = ()) -> bool:
+        """Whether its blocks are free where these come, too.
 
         A sequence that was preempted comes back only where no other has to go for it: else a full
         replica would prefill and preempt it for every step of the others.
         """
         if sequence.preempted:
-            most = self.blocks_most + taken_most + self.blocks_for(sequence)
-            return most <= self.spec.kv_blocks
-        return self.blocks_for(sequence) <= self.blocks_free - taken
+            others = sum(map(self.blocks_limit, (*self.residents.values(), *beside)))
+        else:
+            others = self.blocks_used + sum(map(self.blocks_for, beside))
+        return others + self.blocks_for(sequence) <= self.spec.kv_blocks
 
     def blocks_limit(self, sequence: Sequence) -> int:
         return blocks_needed(sequence.length_max, self.spec.block_size)
@@ -252,4 +247,4 @@ class ReplicaRecord:
         if sequence.quarantined:
             self.quarantined[sequence.id] = sequence
         else:
-            self.ready.add(sequence, sequence.length, not sequence.committed)
+            self.ready.add(sequence)

@@ -7,10 +7,10 @@ every step commits one token per row or more. This file knows nothing of replica
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import zip_longest
+from math import inf
 from typing import Final
 
 from scheduler.messages import FailureRecord, FinishReason, Request, RowResult, StepResult, Usage
@@ -118,12 +118,12 @@ class Sequence:
     length_max: int = field(init=False)
     """Content length when the limit is reached."""
     replica_id: str | None = None
+    turn: float = -inf
+    """Its place among the rows of its replica; see `ReadyRows`. -inf: it has had no step there."""
     filled: int = 0
     """While it is being filled: its valid KV positions once the batch in flight is done."""
     queued_s: float = 0.0
     """Seconds in the queue until a replica first took it."""
-    overtaken: int = 0
-    """How many later requests were placed while this one waited and did not fit."""
     reservation: str | None = None
     """The replica that takes nothing behind this sequence in the queue until it fits."""
     checked: bool = False
@@ -135,8 +135,6 @@ class Sequence:
     replicas: list[str] = field(default_factory=list)
     recovered: int = 0
     cached_tokens: int = 0
-    deferrals: int = 0
-    """How often a replica left it to another that has its prefix."""
     keys: tuple[BlockKey, ...] = ()
     """Of its blocks, as far as they were asked for; with blocks of `keys_size` positions."""
     keys_size: int = 0
@@ -236,12 +234,8 @@ Chunk = tuple[Sequence, int, int]
 
 def answers_of(rows: list[Sequence], result: StepResult) -> list[Answer]:
     """These rows of a batch, each with what came back of it."""
-    found: Iterable[RowResult] = result.rows
-    # They stand as in the batch, unless some are leaving.
-    if [row.sequence_id for row in found] != [one.id for one in rows]:
-        by_id = {row.sequence_id: row for row in found}
-        found = [by_id.get(one.id) or RowResult(one.id) for one in rows]
-    return list(zip(rows, found, strict=True))
+    by_id = {row.sequence_id: row for row in result.rows}
+    return [(one, by_id.get(one.id) or RowResult(one.id)) for one in rows]
 
 
 def truncate(

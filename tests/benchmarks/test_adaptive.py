@@ -1,6 +1,6 @@
 """Proves: with a draft that is never right the whole scheduler costs less than 3 % against one that
-never drafts: short and long requests, one row and full batches, all at once and Poisson. Where
-a verification takes whole tiles of tokens, the draft length comes to fill one.
+never drafts: short and long requests, one row and full batches, all at once and Poisson. Where a
+verification takes whole tiles of tokens, the draft length comes to fill one.
 """
 
 from __future__ import annotations

@@ -37,7 +37,6 @@ SETTINGS: dict[str, Any] = {
     "down_delay_s": 20.0,
     "idle_s": 60.0,
     "tokens_per_s": 100.0,
-    "look_s": 0.5,
 }
 SPEC = ReplicaSpec(kv_blocks=2000, block_size=16, context_len=2048, vocab_size=50)
 BOUND_S = 10.0

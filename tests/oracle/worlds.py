@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from cluster.local_engine import LocalEngine, Output
 from replicas.config import ReplicaConfig
 from replicas.demo import TARGET_DIR
-from replicas.drafters import Drafter
 from replicas.replica import Replica
 from scheduler.config import SchedulerConfig
 from scheduler.messages import Request, SamplingParams
@@ -125,8 +124,8 @@ def demo_replica() -> Replica:
     return Replica.load(ReplicaConfig(device=DEVICE, kv_blocks=1024))
 
 
-def replica_for(architecture: str, drafter: Drafter | None = None) -> Replica:
-    return demo_replica() if architecture == DEMO else tiny_replica(architecture, drafter=drafter)
+def replica_for(architecture: str) -> Replica:
+    return demo_replica() if architecture == DEMO else tiny_replica(architecture)
 
 
 @cache

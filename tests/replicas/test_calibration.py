@@ -13,18 +13,29 @@ from replicas import calibration
 from replicas.calibration import DRAFT_LENS, LENGTH, PREFILLS, ROWS, Trial, calibrate, calibrated
 from replicas.config import ReplicaConfig
 from replicas.replica import Replica
-from scheduler.draft_length import LatencyTable
-from scheduler.messages import Batch, BatchKind, PrefillTiming, StepResult, StepTimes, StepTiming
+from scheduler.config import SchedulerConfig
+from scheduler.draft_length import DraftPolicy
+from scheduler.messages import Batch, BatchKind, Request, StepResult, StepTimes, TriedBatch
+from scheduler.state import Sequence
 from tests.replicas.heads import TARGET_VOCAB, headed_replica, said, save_head
 from tests.tiny_pairs import target_model, tiny_replica
 
 
-def steps_of(replica: Trial) -> list[StepTiming]:
-    return [one for one in calibrate(replica) if isinstance(one, StepTiming)]
+def tried(kind: BatchKind, replica: Trial, *most: int) -> list[TriedBatch]:
+    return [one for one in calibrate(replica, *most) if one[0].kind is kind]
 
 
-def prefills_of(replica: Trial) -> list[PrefillTiming]:
-    return [one for one in calibrate(replica) if isinstance(one, PrefillTiming)]
+def steps_of(replica: Trial, *most: int) -> list[TriedBatch]:
+    return tried(BatchKind.SPECULATE, replica, *most)
+
+
+def prefills_of(replica: Trial) -> list[TriedBatch]:
+    return tried(BatchKind.PREFILL, replica)
+
+
+def kinds(steps: list[TriedBatch]) -> set[tuple[int, int]]:
+    """(rows, draft tokens) of each."""
+    return {(len(batch.rows), batch.draft_len) for batch, _ in steps}
 
 
 def retime(
@@ -46,14 +57,16 @@ def retime(
 def test_few_and_many_rows_are_timed_with_and_without_drafting() -> None:
     replica = tiny_replica("llama")
     free = replica.free_blocks
-    timings = steps_of(replica)
-    assert {(one.rows, one.draft_len) for one in timings} == {
-        (rows, draft_len) for rows in ROWS for draft_len in DRAFT_LENS
-    }
-    assert all(one.verify_s > 0 for one in timings)
-    assert all((one.draft_s > 0) == (one.draft_len > 0) for one in timings)
-    assert all(one.kv_read >= one.rows * LENGTH for one in timings)
-    assert LatencyTable(timings).known
+    steps = steps_of(replica)
+    assert kinds(steps) == {(rows, draft_len) for rows in ROWS for draft_len in DRAFT_LENS}
+    assert all(result.times.verify_s > 0 for _, result in steps)
+    assert all((result.times.draft_s > 0) == (batch.draft_len > 0) for batch, result in steps)
+    assert all(row.length >= LENGTH for batch, _ in steps for row in batch.rows)
+    policy = DraftPolicy(SchedulerConfig())
+    policy.joined("r", replace(replica.spec, trials=tuple(steps)))
+    plan = policy.plan("r", [Sequence(Request("q", (1,) * LENGTH, 100), 1)], 1)
+    assert policy.estimates("r").step_s > 0
+    assert plan.draft_lens
     assert replica.residents == ()
     assert replica.free_blocks == free
     replica.check_integrity()
@@ -68,20 +81,18 @@ def test_a_hiccup_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
         return StepTimes(0.0, batch.draft_len * slow, slow, (batch.draft_len + 2) * slow)
 
     retime(monkeypatch, replica, BatchKind.SPECULATE, hiccupping)
-    timings = steps_of(replica)
-    assert len(timings) == len(ROWS) * len(DRAFT_LENS)
-    for one in timings:
-        parts = (one.draft_s, one.verify_s, one.rest_s)
-        assert parts == pytest.approx((one.draft_len * 1e-3, 1e-3, 1e-3))
+    steps = steps_of(replica)
+    assert kinds(steps) == {(rows, draft_len) for rows in ROWS for draft_len in DRAFT_LENS}
+    assert {result.times.verify_s for _, result in steps} == {1e-3}
 
 
 def test_a_replica_without_room_is_tried_as_far_as_it_goes() -> None:
     replica = tiny_replica("llama", kv_blocks=64)
-    assert {one.rows for one in steps_of(replica)} == {1, 2}
+    assert kinds(steps_of(replica)) == {(1, 0), (1, 4), (2, 0), (2, 4)}
     replica.spec = replace(replica.spec, rows_max=1)
-    assert {one.rows for one in steps_of(replica)} == {1}
+    assert kinds(steps_of(replica)) == {(1, 0), (1, 4)}
     replica.spec = replace(replica.spec, draft_len_max=2)
-    assert {one.draft_len for one in steps_of(replica)} == {0, 2}
+    assert kinds(steps_of(replica)) == {(1, 0), (1, 2)}
     replica.spec = replace(replica.spec, context_len=32)
     assert (steps_of(replica), len(prefills_of(replica))) == ([], 1)
     replica.spec = replace(replica.spec, context_len=16)
@@ -105,11 +116,10 @@ def test_prefills_of_few_and_many_tokens_are_timed_and_find_nothing_filled(
         return result
 
     monkeypatch.setattr(replica, "step", watched)
-    timings = prefills_of(replica)
-    assert [one.tokens for one in timings] == list(sizes)
-    assert all(one.prefill_s > 0 for one in timings)
+    prefills = prefills_of(replica)
+    assert [batch.prefill_tokens for batch, _ in prefills] == list(sizes)
+    assert all(result.times.prefill_s > 0 for _, result in prefills)
     assert reused == [0] * len(sizes) * (PREFILLS + 1), "each fills all of its positions"
-    assert LatencyTable(timings).prefill_s(100, 0) > 0
     assert replica.residents == ()
     assert replica.free_blocks == free
     replica.check_integrity()
@@ -120,9 +130,9 @@ def test_a_prefill_that_takes_long_is_the_largest_one_tried(
 ) -> None:
     monkeypatch.setattr(calibration, "CHUNKS", (16, 32, 128))
     replica = tiny_replica("llama")
-    for most_s, tried in ((0.0, [16, 32]), (1e9, [16, 32, 128])):
+    for most_s, sizes in ((0.0, [16, 32]), (1e9, [16, 32, 128])):
         monkeypatch.setattr(calibration, "CHUNK_S_MAX", most_s)
-        assert [one.tokens for one in prefills_of(replica)] == tried
+        assert [batch.prefill_tokens for batch, _ in prefills_of(replica)] == sizes
 
 
 def test_of_two_prefills_the_shorter_time_counts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,14 +145,13 @@ def test_of_two_prefills_the_shorter_time_counts(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(calibration, "CHUNKS", (16, 32))
     retime(monkeypatch, replica, BatchKind.PREFILL, hiccupping)
-    assert [one.prefill_s for one in prefills_of(replica)] == [1e-3, 1e-3]
+    assert [result.times.prefill_s for _, result in prefills_of(replica)] == [1e-3, 1e-3]
 
 
 def test_trials_stay_within_what_memory_is_planned_for() -> None:
     """Of a replica that has room for more: its buffers have not."""
     replica = tiny_replica("llama")
-    tried = [one for one in calibrate(replica, 2, 0) if isinstance(one, StepTiming)]
-    assert {(one.rows, one.draft_len) for one in tried} == {(1, 0), (2, 0)}
+    assert kinds(steps_of(replica, 2, 0)) == {(1, 0), (2, 0)}
     replica = tiny_replica("llama", calibrate=True, plan_rows=2, plan_draft_len=3)
     assert replica.planned == (2, 3)
 

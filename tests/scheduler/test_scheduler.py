@@ -48,7 +48,7 @@ def test_outstanding_tokens_are_those_that_are_expected() -> None:
         name = f"r{number}"
         hand.done(hand.settle()[0], **{name: (7,)})
     hand.submit("last", max_new_tokens=100)
-    assert hand.scheduler.outstanding_tokens < 10
+    assert hand.scheduler.pool.outstanding_tokens < 10
 
 
 def test_what_a_request_says_of_its_decoding_is_passed_on_unread_and_extras_are_cut() -> None:

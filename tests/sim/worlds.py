@@ -19,7 +19,6 @@ from scheduler.messages import (
     ReplicaSpec,
     Request,
     SamplingParams,
-    StepTiming,
     Submit,
 )
 from scheduler.simulation import FaultPlan, FittedTimes, Report, World, reference_output
@@ -37,7 +36,6 @@ class Knobs:
     replicas: int = 2
     rows_max: int = 4
     batches_in_flight_max: int = 2
-    passes_max: int = 3
     wait_rounds: int = 4
     steps_per_batch_max: int = 4
     residents_max: int = 16
@@ -49,6 +47,28 @@ class Knobs:
     deadly: int = 0
     """Requests that kill every replica that steps them."""
     kv_reserve: float = 0.5
+
+
+def draw(seed: int, number: int) -> tuple[int, Knobs]:
+    """The seed and the knobs of world `number`: the same for ever, whatever ran before."""
+    rng = Random(f"{seed}/{number}")
+    knobs = Knobs(
+        requests=rng.choice([1, 3, 10, 20, 30, 40, 80, 150]),
+        replicas=rng.randint(1, 5),
+        rows_max=rng.choice([1, 2, 3, 4, 8, 16]),
+        batches_in_flight_max=rng.randint(1, 4),
+        steps_per_batch_max=rng.choice([1, 2, 4, 8]),
+        residents_max=rng.choice([1, 2, 5, 16, 64]),
+        waiting_requests_max=rng.choice([3, 20, *[4096] * 6]),
+        faults=rng.random() < 0.7,
+        deaths=rng.choice([0, 0, 1, 2, 4, 8]),
+        drains=rng.choice([0, 0, 1, 2, 4]),
+        cancels=rng.choice([0, 0, 2, 6, 20]),
+        deadly=rng.choice([0, 0, 0, 1, 2]),
+        kv_reserve=rng.choice([0.0, 0.25, 0.5, 1.0]),
+        wait_rounds=rng.choice([1, 2, 4, 4, 7]),
+    )
+    return rng.randrange(2**32), knobs
 
 
 class Watcher:
@@ -132,7 +152,6 @@ def build(seed: int, knobs: Knobs) -> tuple[World, list[Request]]:
         draft_len=rng.choice([None, None, 0, 1, 4, 8]),
         steps_per_batch_max=knobs.steps_per_batch_max,
         batches_in_flight_max=knobs.batches_in_flight_max,
-        passes_max=knobs.passes_max,
         wait_rounds=knobs.wait_rounds,
         prefill_rows_max=rng.choice([1, 4, 8]),
         prefill_tokens_max=rng.choice([1, 5, 16, 64, 2048]),
@@ -152,12 +171,6 @@ def build(seed: int, knobs: Knobs) -> tuple[World, list[Request]]:
         prefill_fixed_s=0.002,
         prefill_token_s=5e-6,
     )
-    # Where it is known from the start that reading takes long, batches are cut.
-    timings = tuple(
-        StepTiming(rows, 0, kv, 0.0, 0.004 + 2e-5 * rows + times.kv_position_s * kv, 0.0)
-        for rows in (1, 4)
-        for kv in (16, 256)
-    )
     world = World(rng, times.times, config, faults=faults, watch=watcher)
     watcher.world = world
     names = [f"r{index}" for index in range(knobs.replicas)]
@@ -170,7 +183,6 @@ def build(seed: int, knobs: Knobs) -> tuple[World, list[Request]]:
             vocab_size=VOCAB_SIZE,
             rows_max={30: 1, 60: 3}.get(kv_blocks) if knobs.faults else None,
             prefix_sharing=rng.random() < 0.7,
-            timings=timings,
         )
         world.join(rng.choice([0.0, 0.0, 0.1]), name, spec)
     requests = [random_request(rng, f"q{index}") for index in range(knobs.requests)]

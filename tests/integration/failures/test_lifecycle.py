@@ -48,7 +48,6 @@ AUTOSCALING = {
     # Longer than this machine may stand still between an answer and a look at the cluster.
     "idle_s": 8.0,
     "tokens_per_s": 1000.0,
-    "look_s": 0.2,
 }
 
 

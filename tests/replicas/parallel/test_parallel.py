@@ -112,11 +112,11 @@ def test_two_ranks_give_the_tokens_of_one(
     double = load(settings.model_copy(update={"tensor_parallel": 2}))
     # Layers that are divided are the model's own, and sums of parts have other bits.
     assert "separate layers" in double.spec.arithmetic
-    told = {name: getattr(double.spec, name) for name in ("arithmetic", "fingerprint", "timings")}
+    told = {name: getattr(double.spec, name) for name in ("arithmetic", "fingerprint", "trials")}
     assert double.spec.fingerprint != single.spec.fingerprint
     assert double.spec == replace(single.spec, **told)
-    assert len(double.spec.timings) == len(single.spec.timings)
-    assert bool(double.spec.timings) == settings.calibrate
+    assert len(double.spec.trials) == len(single.spec.trials)
+    assert bool(double.spec.trials) == settings.calibrate
     for batch, k in ((1, 0), (4, 3), (3, 2)):
         assert run(double, batch, k) == run(single, batch, k)
     assert double.residents == ()

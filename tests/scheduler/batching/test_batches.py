@@ -1,11 +1,13 @@
-"""Proves which batches a replica gets: prefill and steps in turn, full batches, no idle replica."""
+"""Proves which batches a replica gets: prefill and steps in turn, full batches, no idle replica;
+and that one of several steps ends early when a row waits for it. That a cancelled row ends it is
+shown in test_endings."""
 
 from __future__ import annotations
 
 import itertools
 
-from scheduler.messages import BatchKind
-from tests.scheduler.hand import Hand, batches_of, rows_of
+from scheduler.messages import Action, BatchKind, Interrupt
+from tests.scheduler.hand import Hand, batches_of, of_kind, rows_of
 
 
 def test_a_replica_gets_no_batch_of_more_rows_than_its_memory_lasts_for() -> None:
@@ -87,3 +89,34 @@ def test_each_row_drafts_within_its_own_limits() -> None:
         "last": 0,
     }
     assert batch.draft_len == 5
+
+
+def interrupts(actions: list[Action]) -> list[int]:
+    return [one.batch_id for one in of_kind(actions, Interrupt)]
+
+
+def stepping(steps: int) -> Hand:
+    """With one batch of so many steps of a and b in flight."""
+    hand = Hand(steps_per_batch_max=steps)
+    hand.join()
+    hand.submit("a")
+    hand.submit("b")
+    while [(batch.steps, len(batch.rows)) for batch in hand.settle()] != [(steps, 2)]:
+        hand.work()
+    return hand
+
+
+def test_a_new_request_ends_a_batch_of_several_steps_once_and_one_of_a_single_step_never() -> None:
+    hand = stepping(4)
+    assert interrupts(hand.submit("c")) == [hand.in_flight()[0].id]
+    assert interrupts(hand.cancel("a")) == []
+    hand = stepping(1)
+    assert interrupts([*hand.submit("c"), *hand.cancel("a")]) == []
+
+
+def test_what_concerns_another_replica_ends_nothing() -> None:
+    hand = stepping(4)
+    hand.join("s")
+    hand.submit("c")
+    assert len(hand.in_flight("r")) + len(hand.in_flight("s")) == 2
+    assert interrupts(hand.cancel("c")) == []

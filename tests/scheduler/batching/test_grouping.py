@@ -5,28 +5,36 @@ The bound: never passed over more than wait_rounds * G - 1 times in a row.
 
 from __future__ import annotations
 
+from math import inf
 from random import Random
 
 import pytest
 from hypothesis import given, settings, strategies as st
 
 from scheduler.batching.grouping import batches_per_round, choose_rows, may_step, passes_bound
-from scheduler.state import ReadyRows
+from scheduler.messages import Request
+from scheduler.state import ReadyRows, Sequence
 
 
-def ready_rows(lengths: list[int]) -> ReadyRows[str]:
-    """Rows "0", "1", ... became ready in this order."""
-    rows: ReadyRows[str] = ReadyRows()
+def ready_rows(lengths: list[int], new: int | None = None) -> ReadyRows:
+    """Rows "0", "1", ... became ready in this order; the `new` one has committed nothing yet."""
+    rows = ReadyRows()
     for index, length in enumerate(lengths):
-        rows.add(str(index), length)
+        committed = [] if index == new else [1]
+        prompt = (1,) * (length - len(committed))
+        rows.add(Sequence(Request(str(index), prompt, 1000), index, committed=committed))
     return rows
 
 
-def take(rows: ReadyRows[str], rows_max: int, per_round: int, wait_rounds: int) -> list[str]:
+def take(rows: ReadyRows, rows_max: int, per_round: int, wait_rounds: int) -> list[Sequence]:
     """The next batch, dispatched."""
     chosen = choose_rows(rows, rows_max, per_round, wait_rounds)
     rows.take(chosen, max(len(rows), per_round * rows_max))
     return chosen
+
+
+def names(rows: list[Sequence]) -> list[str]:
+    return [row.id for row in rows]
 
 
 def spread(lengths: list[int]) -> int:
@@ -42,46 +50,46 @@ def test_while_no_row_is_behind_the_shortest_go_first(lengths: list[int], rows_m
     rows = ready_rows(lengths)
     taken = take(rows, rows_max, 1, wait_rounds=100)
     rows.check_integrity()
-    assert [lengths[int(row)] for row in taken] == sorted(lengths)[:rows_max]
+    assert [row.length for row in taken] == sorted(lengths)[:rows_max]
     assert set(taken).isdisjoint(rows)
 
 
 def test_those_behind_in_length_catch_up_and_then_go_on_with_the_next() -> None:
     rows = ready_rows([10] * 4 + [16] * 4)
-    length = 10
     for _ in range(3):
         taken = take(rows, 4, 2, wait_rounds=9)
-        assert sorted(taken) == ["0", "1", "2", "3"]
-        length += 2
+        assert sorted(names(taken)) == ["0", "1", "2", "3"]
         for row in taken:
-            rows.add(row, length)
-    assert rows.lengths() == [16] * 8
+            row.length += 2
+            rows.add(row)
+    assert [row.length for row in rows] == [16] * 8
 
 
-@pytest.mark.parametrize(("wait_rounds", "batches"), [(2, 1), (100, 4)])
+@pytest.mark.parametrize(("wait_rounds", "batches"), [(2, 2), (100, 4)])
 def test_a_row_that_is_behind_anchors_the_next_window(wait_rounds: int, batches: int) -> None:
-    """Passed over for half a round of two batches; or with two steps less than its share."""
+    """Passed over for a round of two batches; or with two steps less than its share."""
     rows = ready_rows([100, 10, 10, 90])
     for _ in range(batches):
-        assert sorted(take(rows, 2, 2, wait_rounds)) == ["1", "2"]
-        rows.add("1", 10)
-        rows.add("2", 10)
-    assert take(rows, 2, 2, wait_rounds) == ["3", "0"], "its nearest neighbour comes along"
+        taken = take(rows, 2, 2, wait_rounds)
+        assert sorted(names(taken)) == ["1", "2"]
+        for row in taken:
+            rows.add(row)
+    assert names(take(rows, 2, 2, wait_rounds)) == ["3", "0"], "its nearest neighbour comes along"
 
 
 def test_with_one_round_rows_go_in_order_of_arrival() -> None:
     rows = ready_rows([90, 10, 50, 11, 51, 91])
-    taken = [sorted(take(rows, 2, 3, wait_rounds=1)) for _ in range(3)]
+    taken = [sorted(names(take(rows, 2, 3, wait_rounds=1))) for _ in range(3)]
     assert taken == [["0", "1"], ["2", "3"], ["4", "5"]]
 
 
 def test_a_row_that_waits_for_a_first_token_anchors_the_next_window() -> None:
-    rows: ReadyRows[str] = ReadyRows()
-    for index, length in enumerate([10, 10, 11, 80, 90, 91]):
-        rows.add(str(index), length, new=index == 3)
-    assert take(rows, 2, 3, 4) == ["3", "4"]
+    rows = ready_rows([10, 10, 11, 80, 90, 91], new=3)
+    assert names(take(rows, 2, 3, 4)) == ["3", "4"]
     rows.check_integrity()
-    assert take(rows, 2, 3, 4) == ["0", "1"], "once it has gone, the short ones go first again"
+    assert names(take(rows, 2, 3, 4)) == ["0", "1"], (
+        "once it has gone, the short ones go first again"
+    )
 
 
 @settings(max_examples=100, deadline=None)
@@ -89,8 +97,7 @@ def test_a_row_that_waits_for_a_first_token_anchors_the_next_window() -> None:
 def test_an_anchored_window_is_the_tightest_with_the_anchor(
     lengths: list[int], rows_max: int
 ) -> None:
-    rows = ready_rows(lengths)
-    rows.batches += 1  # passed over once: behind, and not due
+    rows = ready_rows(lengths, new=0)
     taken = take(rows, rows_max, 2, wait_rounds=2)
     others = sorted(lengths)
     others.remove(lengths[0])
@@ -98,8 +105,8 @@ def test_an_anchored_window_is_the_tightest_with_the_anchor(
         [lengths[0], *others[begin : begin + len(taken) - 1]]
         for begin in range(len(others) - len(taken) + 2)
     ]
-    assert "0" in taken
-    assert spread([lengths[int(row)] for row in taken]) <= min(map(spread, windows))
+    assert "0" in names(taken)
+    assert spread([row.length for row in taken]) <= min(map(spread, windows))
 
 
 def _growth(name: str, rng: Random) -> int:
@@ -124,19 +131,22 @@ def test_no_row_waits_beyond_the_bound(
     others are in flight. Growing by nothing keeps the most attractive rows attractive for ever;
     `chasing` rows stand beside the oldest, so that no other goes with it."""
     rng = Random(seed)
-    lengths = {str(i): rng.choice([1, 5, 9, 100 * i, rng.randint(1, 200)]) for i in range(count)}
-    rows = ready_rows(list(lengths.values()))
+    rows = ready_rows(
+        [rng.choice([1, 5, 9, 100 * i + 1, rng.randint(1, 200)]) for i in range(count)]
+    )
     per_round = batches_per_round(count, rows_max)
     bound = passes_bound(count, rows_max, wait_rounds)
-    batches: list[list[str]] = []
+    batches: list[list[Sequence]] = []
     for _ in range(150):
         if len(batches) >= in_flight or not rows:
             oldest = next(iter(rows), None)
             for row in batches.pop(0):
-                lengths[row] += _growth(way, rng)
-                if way == "chasing" and oldest is not None and int(row) % 2:
-                    lengths[row] = lengths[oldest] + 1
-                rows.add(row, lengths[row], new=rng.random() < 0.1)
+                row.length += _growth(way, rng)
+                if way == "chasing" and oldest is not None and row.number % 2:
+                    row.length = oldest.length + 1
+                if rng.random() < 0.1:  # as one without a token
+                    row.committed, row.turn = [], -inf
+                rows.add(row)
         batches.append(take(rows, rows_max, per_round, wait_rounds))
         assert all(rows.passes(row) <= bound for row in rows)
     rows.check_integrity()

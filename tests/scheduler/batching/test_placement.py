@@ -34,11 +34,11 @@ def test_blocks_are_reserved_for_the_whole_sequence() -> None:
     hand.join(kv_blocks=10, block_size=4)
     hand.submit("a", 3, 18)  # 21 positions: 6 blocks
     assert hand.used() == 6
-    hand.submit("b", 3, 14)  # 5 blocks: no room
-    hand.submit("c", 3, 13)  # 4 blocks
+    hand.submit("b", 3, 13)  # 4 blocks
     hand.settle()
     assert hand.used() == 10
-    assert set(where(hand)) == {"a", "c"}
+    hand.submit("c", 3, 1)  # a block more: no room
+    assert set(where(hand)) == {"a", "b"}
 
 
 def test_a_lighter_replica_without_free_blocks_is_not_waited_for() -> None:
@@ -61,9 +61,9 @@ def submit_small(hand: Hand, name: str) -> None:
     hand.submit(name, 4, 700)  # 2 blocks
 
 
-def full(passes_max: int, small: int, *replica_ids: str) -> Hand:
+def full(small: int, *replica_ids: str) -> Hand:
     """These replicas are full of small sequences; a big one waits, and then so many small ones."""
-    hand = Hand(passes_max=passes_max)
+    hand = Hand()
     for replica_id in replica_ids:
         hand.join(replica_id, **FIVE_SMALL)
     for index in range(5 * len(replica_ids)):
@@ -83,20 +83,19 @@ def finish_one(hand: Hand, replica_id: str) -> None:
     hand.work(4, replica_id)
 
 
-def test_a_sequence_that_does_not_fit_is_overtaken_a_few_times_and_then_holds_the_line() -> None:
-    for passes_max in (1, 4):
-        hand = full(passes_max, 30, "r")
-        for _ in range(passes_max + 5):
-            finish_one(hand, "r")
-        assert "big" in where(hand), "starved by smaller ones"
-        prefilled = [rows_of(batch) for batch in hand.batches.values() if batch.prefill]
-        order_of_start = [name for rows in prefilled for name in rows]
-        before_big = order_of_start[: order_of_start.index("big")]
-        assert sum(name.startswith("small") for name in before_big) == passes_max
+def test_a_sequence_that_does_not_fit_holds_the_line() -> None:
+    hand = full(30, "r")
+    for _ in range(5):
+        finish_one(hand, "r")
+    assert "big" in where(hand), "starved by smaller ones"
+    prefilled = [rows_of(batch) for batch in hand.batches.values() if batch.prefill]
+    order_of_start = [name for rows in prefilled for name in rows]
+    before_big = order_of_start[: order_of_start.index("big")]
+    assert not any(name.startswith("small") for name in before_big)
 
 
 def test_a_held_line_on_one_replica_does_not_stop_the_others() -> None:
-    hand = full(1, 60, "one", "two")
+    hand = full(60, "one", "two")
     for name in ("one", "two", "one", "two"):
         if hand.replica(name).reserved_for is None:
             finish_one(hand, name)
@@ -113,7 +112,7 @@ def test_a_held_line_on_one_replica_does_not_stop_the_others() -> None:
 
 @pytest.mark.parametrize("end", ["cancel", "lose", "drain"])
 def test_a_reservation_ends_with_the_sequence_or_with_the_replica(end: str) -> None:
-    hand = full(1, 9, "r")
+    hand = full(9, "r")
     replica = hand.replica()
     while replica.reserved_for is None:
         finish_one(hand, "r")
@@ -126,5 +125,5 @@ def test_a_reservation_ends_with_the_sequence_or_with_the_replica(end: str) -> N
         hand.join("next", **FIVE_SMALL)
         # Whoever was in flight when it died comes in by itself first.
         hand.work(120 if end == "lose" else 4, "next")
-        assert hand.used("next") == 10
-    assert replica.reserved_for is None
+        assert hand.used("next") >= 8
+    assert replica.reserved_for != "big"

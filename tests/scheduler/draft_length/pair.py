@@ -4,36 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from random import Random
-from typing import NamedTuple
 
+from benchmarks.adaptive import LinearCost
 from scheduler.config import SchedulerConfig
 from scheduler.draft_length.policy import DraftPolicy, StepPlan
 from scheduler.messages import (
     Batch,
     BatchKind,
-    PrefillTiming,
+    PrefillRow,
     ReplicaSpec,
     Request,
-    RowResult,
+    SamplingParams,
     StepResult,
     StepRow,
     StepTimes,
-    StepTiming,
+    TriedBatch,
 )
+from scheduler.simulation.replica import Resident
 from scheduler.state.sequence import Answer, Sequence
 
 LENGTH = 100
-
-
-class LinearCost(NamedTuple):
-    """Seconds: once, per token and per KV position."""
-
-    fixed_s: float
-    token_s: float = 0.0
-    kv_s: float = 0.0
-
-    def __call__(self, tokens: float, kv: float) -> float:
-        return self.fixed_s + self.token_s * tokens + self.kv_s * kv
 
 
 class Pair:
@@ -52,43 +42,24 @@ class Pair:
         expected = sum(self.acceptance**j for j in range(draft_len + 1))
         return rows * expected / self.step_s(rows, draft_len)
 
-    def timings(self) -> tuple[StepTiming, ...]:
+    def trials(self) -> tuple[TriedBatch, ...]:
         return tuple(
-            StepTiming(
-                rows,
-                draft_len,
-                rows * (LENGTH + draft_len),
-                draft_len * self.draft(rows, rows * (LENGTH + draft_len)),
-                self.verify(rows * (draft_len + 1), rows * (LENGTH + draft_len)),
-                1e-6,
-            )
+            self.answer(rows_of(rows), StepPlan([draft_len] * rows, 1))
             for rows in (1, 4, 16)
             for draft_len in (0, 2, 8)
+            for _ in range(3)
         )
 
-    def answer(self, rows: list[Sequence], plan: StepPlan) -> tuple[Batch, StepResult]:
-        results = []
+    def answer(self, rows: list[Sequence], plan: StepPlan) -> TriedBatch:
+        residents = []
         for row in rows:
-            tried, accepted = [0] * plan.draft_len, [0] * plan.draft_len
+            admitted = PrefillRow(row.id, (), 1, SamplingParams(), (), 0)
+            one = Resident(admitted, self.acceptance, 0, LENGTH, 0, tokens_left=10_000)
+            one.begin(plan.draft_len)
             for _ in range(plan.steps):
-                for at in range(plan.draft_len):
-                    tried[at] += 1
-                    if self.rng.random() >= self.acceptance:
-                        break
-                    accepted[at] += 1
-            drafted = plan.steps * plan.draft_len
-            new = (1,) * (plan.steps + sum(accepted))
-            results.append(
-                RowResult(
-                    row.id,
-                    new,
-                    plan.steps,
-                    drafted,
-                    tuple(accepted),
-                    tuple(tried),
-                    asked_tokens=drafted,
-                )
-            )
+                one.step(plan.draft_len, self.rng, vocab_size=100)
+            residents.append(one)
+        results = tuple(one.result(plan.steps) for one in residents)
         kv = len(rows) * (LENGTH + plan.draft_len)
         draft_s = plan.steps * plan.draft_len * self.draft(len(rows), kv)
         verify_s = plan.steps * self.verify(len(rows) * (plan.draft_len + 1), kv)
@@ -101,7 +72,7 @@ class Pair:
             steps=plan.steps,
         )
         times = StepTimes(0.0, draft_s, verify_s, draft_s + verify_s)
-        return batch, StepResult(1, "r", tuple(results), plan.steps, times)
+        return batch, StepResult(1, "r", results, plan.steps, times)
 
     def turn(
         self,
@@ -132,14 +103,14 @@ def rows_of(count: int, draft_len: int | None = None) -> list[Sequence]:
 
 def policy_for(
     pair: Pair | None,
-    prefills: tuple[PrefillTiming, ...] = (),
+    prefills: tuple[TriedBatch, ...] = (),
     spec: dict[str, int | None] | None = None,
     **settings: int | None,
 ) -> DraftPolicy:
     """A policy that knows the pair's times, or nothing, and what else the replica says."""
     policy = DraftPolicy(SchedulerConfig(**{"rows_max": 8, **settings}))
-    timings = (*(pair.timings() if pair else ()), *prefills)
-    policy.joined("r", ReplicaSpec(1000, 16, 10_000, 100, timings=timings, **(spec or {})))
+    trials = (*(pair.trials() if pair else ()), *prefills)
+    policy.joined("r", ReplicaSpec(1000, 16, 10_000, 100, trials=trials, **(spec or {})))
     return policy
 
 

@@ -14,11 +14,11 @@ from scheduler.messages import (
     Batch,
     BatchKind,
     PrefillRow,
-    PrefillTiming,
     ReplicaSpec,
     SamplingParams,
     StepResult,
     StepTimes,
+    TriedBatch,
 )
 from scheduler.state.sequence import Sequence
 from tests.scheduler.draft_length.pair import (
@@ -160,18 +160,21 @@ def test_a_row_that_pins_its_draft_length_has_as_many_steps_per_batch_as_others(
 
 def tried_prefills(pair: Pair, truth: LinearCost) -> DraftPolicy:
     """Of a replica that has tried steps and prefills."""
-    tried = tuple(PrefillTiming(tokens, truth(tokens, 0)) for tokens in (16, 64, 256))
+    tried = tuple(prefill(0, tokens, truth(tokens, 0)) for tokens in (16, 64, 256))
     policy = policy_for(pair, tried, draft_len=0)
     pair.turn(policy, rows_of(8), 1)
     return policy
 
 
-def prefilled(policy: DraftPolicy, begin: int, count: int, seconds: float) -> None:
+def prefill(begin: int, count: int, seconds: float) -> TriedBatch:
     """So many positions behind `begin` others took that long."""
     rows = (PrefillRow("p", (), 9, SamplingParams(), (), 999, begin, begin + count),)
     batch = Batch(2, "r", BatchKind.PREFILL, prefill=rows)
-    times = StepTimes(prefill_s=seconds)
-    policy.observe(batch, StepResult(2, "r", (), times=times), [], None)
+    return batch, StepResult(2, "r", (), times=StepTimes(prefill_s=seconds))
+
+
+def prefilled(policy: DraftPolicy, begin: int, count: int, seconds: float) -> None:
+    policy.observe(*prefill(begin, count, seconds), [], None)
 
 
 @pytest.mark.parametrize(("server", "replica"), [(0, 32), (8, 0)])
@@ -186,8 +189,8 @@ def test_without_a_draft_or_where_the_server_allows_none_nothing_is_drafted(
 def test_without_a_draft_steps_still_follow_their_times() -> None:
     slow = Pair(CHEAP, LinearCost(0.06), acceptance=0.0)
     policy = DraftPolicy(SchedulerConfig())
-    timings = slow.timings()[:1]
-    policy.joined("r", ReplicaSpec(1000, 16, 10_000, 100, draft_len_max=0, timings=timings))
+    trials = slow.trials()[:1]
+    policy.joined("r", ReplicaSpec(1000, 16, 10_000, 100, draft_len_max=0, trials=trials))
     rows = rows_of(2)
     slow.turn(policy, rows, 5, round_trip_s=0.1)
     assert policy.plan("r", rows, 8).steps == 1, "two of them would last too long"
@@ -251,7 +254,6 @@ def test_estimates_tell_what_was_measured() -> None:
     assert found.acceptance_greedy == pytest.approx(0.8, abs=0.08)
     assert found.step_s == pytest.approx(pair.step_s(8, found.draft_len), rel=0.05)
     assert found.draft_len < 8
-    assert found.step[0].seconds == pytest.approx(TARGET(1, 0), rel=0.05)
 
 
 def test_the_first_long_prompt_comes_in_chunks_where_prefills_were_tried() -> None:

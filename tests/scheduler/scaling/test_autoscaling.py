@@ -1,7 +1,7 @@
 """Proves that the number of replicas follows the load, is bounded, and does not flap.
 
-The policy alone with drawn figures, and the meter with hand-made statuses; `test_elastic` has both
-at work.
+The policy alone with drawn figures, and the meter with hand-made statuses. At work they are shown
+in tests/integration.
 """
 
 from __future__ import annotations
@@ -62,9 +62,6 @@ def configs(draw: st.DrawFn) -> AutoscalingConfig:
         up_delay_s=draw(st.sampled_from([0.0, 2.0])),
         down_delay_s=draw(st.sampled_from([0.0, 5.0])),
         idle_s=draw(st.sampled_from([0.0, 20.0])),
-        down_share=draw(st.sampled_from([0.3, 0.7, 1.0])),
-        starting_max=draw(st.integers(1, 5)),
-        down_step=draw(st.integers(1, 5)),
         tokens_per_s=draw(st.floats(1.0, 1000.0)),
     )
 
@@ -78,9 +75,7 @@ loads = st.builds(
     committed_per_s=st.floats(0.0, 1e5),
     partial=st.booleans(),
 )
-states = st.builds(
-    ScalingState, high_since_s=past, low_since_s=past, low_most=st.integers(0, 12), live_s=past
-)
+states = st.builds(ScalingState, high_since_s=past, low_since_s=past, live_s=past)
 
 
 @given(configs(), loads, st.integers(-3, 20), states, times)
@@ -192,10 +187,10 @@ def test_a_peak_shorter_than_the_delay_adds_nothing() -> None:
 
 
 def test_no_more_replicas_start_at_once_than_allowed() -> None:
-    config = CONFIG.model_copy(update={"max_replicas": 9, "starting_max": 2, "up_delay_s": 0.0})
+    config = CONFIG.model_copy(update={"max_replicas": 9, "up_delay_s": 0.0})
     crowd = 9000
-    looks = [(0.0, load_of(crowd, 0)), (1.0, load_of(crowd, 0)), (2.0, load_of(crowd, 2))]
-    assert follow(config, looks) == [2, 2, 4]
+    looks = [(0.0, load_of(crowd, 0)), (1.0, load_of(crowd, 0)), (2.0, load_of(crowd, 4))]
+    assert follow(config, looks) == [4, 4, 8]
 
 
 def test_replicas_go_one_by_one_and_the_last_one_only_when_idle_for_long() -> None:
@@ -217,7 +212,6 @@ def test_throughput_holds_the_replicas_that_a_short_queue_would_let_go() -> None
         ({"drain_s": 0}, "drain_s"),
         ({"drain_s": float("nan")}, "drain_s"),
         ({"max_replicas": 0}, "max_replicas"),
-        ({"down_share": 1.5}, "down_share"),
         ({"drain": 1.0}, "drain"),
     ],
 )

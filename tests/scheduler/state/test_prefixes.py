@@ -1,5 +1,5 @@
-"""Proves that a sequence goes where its prefix is, within the balance of load, and never waits long
-for it; and that the guess about which replica has what is bounded and errs only towards less.
+"""Proves that a sequence goes where its prefix is, within the balance of load; and that the guess
+about which replica has what is bounded and errs only towards less.
 """
 
 from __future__ import annotations
@@ -125,28 +125,3 @@ def test_load_goes_before_a_prefix_that_is_worth_less() -> None:
         hand.submit(f"q{number}", prompt=(*A[:-1], number))
     homes = [prefill_of(hand, f"q{i}").replica_id for i in range(4)]
     assert homes == ["r1", "r1", "r1", "r2"]
-
-
-def test_a_busy_replica_leaves_a_prompt_to_the_busy_one_that_has_its_prefix() -> None:
-    hand = two_replicas(batches_in_flight_max=1)
-    hand.submit("a2", prompt=(*A, 5))
-    assert len(hand.batches) == 4, "no replica has a place for a batch"
-    hand.done(hand.in_flight("r2")[0])
-    assert "a2" not in [row for o in hand.in_flight("r2") for row in rows_of(o)]
-
-
-def test_an_idle_replica_leaves_nothing() -> None:
-    hand = two_replicas(batches_in_flight_max=1)
-    hand.cancel("b")
-    hand.submit("a2", prompt=(*A, 5))
-    hand.done(hand.in_flight("r2")[0])
-    assert prefill_of(hand, "a2").replica_id == "r2"
-
-
-def test_it_is_left_a_few_times_at_most() -> None:
-    hand = two_replicas(batches_in_flight_max=2, passes_max=2)
-    for name in ("r1", "r2"):
-        hand.submit(f"x{name}", prompt=(*(A if name == "r1" else B), 7))
-    hand.submit("a2", prompt=(*A, 5))
-    hand.work(12, "r2")
-    assert prefill_of(hand, "a2")
