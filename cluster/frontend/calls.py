@@ -20,6 +20,13 @@ from scheduler.decoding import TokenLogprobs
 from scheduler.errors import InvalidRequest
 from scheduler.messages import FinishReason, Priority, Usage
 
+_MESSAGES_MAX = 1024
+"""Turns of one conversation."""
+_STOP_STRINGS_MAX = 16
+_STOP_STRING_CHARS_MAX = 256
+_NAME_CHARS_MAX = 128
+"""Characters of a request id and of a cache salt."""
+
 
 @dataclass(frozen=True, slots=True)
 class TextPrompt:
@@ -173,7 +180,6 @@ def check_number(call: GenerateCall, config: ClusterConfig) -> None:
 
 def check_call(call: GenerateCall, config: ClusterConfig, context_len: int) -> None:
     """What can be said before tokenizing. Raises InvalidRequest, which names the field."""
-    limits = config.frontend
     for prompt in call.prompts:
         check_prompt(prompt, config)
     if call.max_new_tokens == 0 and call.prompt_logprobs is None:
@@ -186,25 +192,22 @@ def check_call(call: GenerateCall, config: ClusterConfig, context_len: int) -> N
     for name, most in (
         ("committed_token_ids", context_len),
         ("stop_token_ids", config.scheduler.stop_token_ids_max),
-        ("stop", limits.stop_strings_max),
-        ("bad_words", limits.stop_strings_max),
+        ("stop", _STOP_STRINGS_MAX),
+        ("bad_words", _STOP_STRINGS_MAX),
     ):
         if (count := len(getattr(call, name))) > most:
             raise InvalidRequest(name, f"{count} given, at most {most} allowed")
-    for name, most in (
-        ("request_id", limits.request_id_chars_max),
-        ("cache_salt", limits.cache_salt_chars_max),
-    ):
-        if (count := len(getattr(call, name))) > most:
-            raise InvalidRequest(name, f"{count} characters, at most {most} allowed")
+    for name in ("request_id", "cache_salt"):
+        if (count := len(getattr(call, name))) > _NAME_CHARS_MAX:
+            raise InvalidRequest(name, f"{count} characters, at most {_NAME_CHARS_MAX} allowed")
     for name in ("stop", "bad_words"):
         for text in getattr(call, name):
             if not text:
                 raise InvalidRequest(name, "a string must not be empty")
-            if len(text) > limits.stop_string_chars_max:
+            if len(text) > _STOP_STRING_CHARS_MAX:
                 raise InvalidRequest(
                     name,
-                    f"a string has {len(text)} characters, at most {limits.stop_string_chars_max} "
+                    f"a string has {len(text)} characters, at most {_STOP_STRING_CHARS_MAX} "
                     "allowed",
                 )
     if call.structure is not None:
@@ -221,20 +224,19 @@ def check_call(call: GenerateCall, config: ClusterConfig, context_len: int) -> N
 
 def check_prompt(prompt: Prompt, config: ClusterConfig) -> None:
     """What can be said of its size. Raises InvalidRequest, which names the field."""
-    limits = config.frontend
     match prompt:
         case TextPrompt(text):
-            size, most, unit = len(text.encode()), limits.prompt_bytes_max, "bytes"
+            size, most, unit = len(text.encode()), config.frontend.prompt_bytes_max, "bytes"
         case TokenPrompt(ids):
             size, most, unit = len(ids), config.scheduler.prompt_tokens_max, "tokens"
         case ChatPrompt(messages):
-            if len(messages) > limits.messages_max:
+            if len(messages) > _MESSAGES_MAX:
                 raise InvalidRequest(
-                    "messages", f"{len(messages)} given, at most {limits.messages_max} allowed"
+                    "messages", f"{len(messages)} given, at most {_MESSAGES_MAX} allowed"
                 )
             if any(not turn["role"] for turn in messages):
                 raise InvalidRequest("messages", "a role must not be empty")
-            size, most, unit = prompt.size, limits.prompt_bytes_max, "bytes"
+            size, most, unit = prompt.size, config.frontend.prompt_bytes_max, "bytes"
     if not size:
         raise InvalidRequest(prompt.field, "must not be empty")
     if size > most:

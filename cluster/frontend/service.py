@@ -34,10 +34,13 @@ from cluster.frontend.target_text import TargetText
 from cluster.frontend.text import TextStream
 from cluster.frontend.tools import ToolReader, tool_format
 from cluster.metrics import FrontendMeter
-from cluster.pool.protocol import STOPPING, PoolPort, PoolUnreachable, PoolView
+from cluster.pool.protocol import STOPPING, PoolPort, PoolView
 from cluster.pool.shard_router import ShardRouter
 from scheduler.errors import InvalidRequest, LockstepError, Overloaded
 from scheduler.messages import Request
+
+_TOKENIZE_INLINE_BYTES = 8192
+"""Longer prompts are tokenized on a thread, off the event loop."""
 
 
 class FrontendService:
@@ -54,10 +57,7 @@ class FrontendService:
         """`pools`: one per shard."""
         self.config = config
         self.text = text
-        pool = config.pool
-        self.router = ShardRouter(
-            pools, config.pool_names, name, pool.beat_s, pool.move_s, pool.unreachable_s
-        )
+        self.router = ShardRouter(pools, config, name)
         self._meter = meter or FrontendMeter()
         self.admission = AdmissionControl(config.auth, config.frontend)
 
@@ -78,13 +78,9 @@ class FrontendService:
         """Set while the server accepts no new request."""
         return self.router.stopping
 
-    async def ready(self) -> bool:
-        """Whether a replica has its models in memory."""
-        try:
-            view = await self.router.status()
-        except PoolUnreachable:
-            return False
-        return not view.stopping and any(not replica.draining for replica in view.status.replicas)
+    def ready(self) -> bool:
+        """Whether a replica has its models in memory, as far as is known here."""
+        return self.router.ready
 
     async def status(self) -> PoolView:
         """What the pool is doing. Raises Refused."""
@@ -188,6 +184,6 @@ class FrontendService:
                 encode, size = partial(self.text.encode, text, special_tokens), len(text)
             case ChatPrompt():
                 encode, size = partial(self.text.encode_chat, prompt), prompt.size
-        if size <= self.config.frontend.tokenize_inline_bytes:
+        if size <= _TOKENIZE_INLINE_BYTES:
             return encode()
         return await asyncio.to_thread(encode)

@@ -29,7 +29,7 @@ class GrpcApi(HealthService):
 
     def __init__(self, service: FrontendService) -> None:
         self.service = service
-        super().__init__(service.ready, service.stopping, service.config.frontend.watches_max)
+        super().__init__(service.ready, service.stopping)
 
     async def close(self) -> None:
         self.end_watches()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 
 from grpc import StatusCode
@@ -21,6 +21,8 @@ _STATES = health_pb2.HealthCheckResponse
 _UNKNOWN = _STATES(status=_STATES.SERVICE_UNKNOWN)
 _WATCH_S = 1.0
 """How often a health watch looks; that the server stops it hears at once."""
+_WATCHES_MAX = 200
+"""Open at once in this process."""
 _NO_HEALTH_REQUEST = Refusal(
     StatusCode.INVALID_ARGUMENT, "request: no grpc.health.v1.HealthCheckRequest"
 )
@@ -29,16 +31,10 @@ _NO_HEALTH_REQUEST = Refusal(
 class HealthService:
     """The RPCs by their names, as Serve's proxy calls them."""
 
-    def __init__(
-        self,
-        ready: Callable[[], Awaitable[bool]],
-        stopping: asyncio.Event,
-        watches_max: int,
-    ) -> None:
+    def __init__(self, ready: Callable[[], bool], stopping: asyncio.Event) -> None:
         """`stopping` is set while the server accepts no new request."""
         self._ready = ready
         self._stopping = stopping
-        self._watches_max = watches_max
         self._watches = 0
         self._closing = asyncio.Event()
 
@@ -54,7 +50,7 @@ class HealthService:
         elif request.service not in _KNOWN:
             refuse(grpc_context, Refusal(StatusCode.NOT_FOUND, "service: unknown"))
         else:
-            return await self._health()
+            return self._health()
         return health_pb2.HealthCheckResponse()
 
     async def Watch(
@@ -62,7 +58,7 @@ class HealthService:
     ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
         if isinstance(request, Unparsed):
             refuse(grpc_context, _NO_HEALTH_REQUEST)
-        elif self._watches >= self._watches_max:
+        elif self._watches >= _WATCHES_MAX:
             # Anybody may watch, so watches must not keep requests out.
             refuse(grpc_context, Refusal(StatusCode.RESOURCE_EXHAUSTED, "too many health watches"))
         else:
@@ -80,7 +76,7 @@ class HealthService:
     ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
         last: health_pb2.HealthCheckResponse | None = None
         while True:
-            now = await self._health() if request.service in _KNOWN else _UNKNOWN
+            now = self._health() if request.service in _KNOWN else _UNKNOWN
             if last is None or now.status != last.status:
                 last = now
                 yield now
@@ -93,8 +89,8 @@ class HealthService:
     async def List(
         self, request: health_pb2.HealthListRequest, grpc_context: CallContext
     ) -> health_pb2.HealthListResponse:
-        health = await self._health()
+        health = self._health()
         return health_pb2.HealthListResponse(statuses={"": health, SERVICE: health})
 
-    async def _health(self) -> health_pb2.HealthCheckResponse:
-        return _STATES(status=_STATES.SERVING if await self._ready() else _STATES.NOT_SERVING)
+    def _health(self) -> health_pb2.HealthCheckResponse:
+        return _STATES(status=_STATES.SERVING if self._ready() else _STATES.NOT_SERVING)

@@ -262,9 +262,9 @@ async def _first(answers: AsyncIterator[object]) -> object:
     return await anext(answers)
 
 
-async def test_watches_of_anybody_keep_nobody_out() -> None:
-    config = from_args({"frontend": {"watches_max": 2}})
-    async with frontend(config=config) as made:
+async def test_watches_of_anybody_keep_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cluster.frontend.grpc_api.health._WATCHES_MAX", 2)
+    async with frontend() as made:
         watches = [made.Watch(health_pb2.HealthCheckRequest(), Context()) for _ in range(2)]
         for watch in watches:
             await anext(watch)
