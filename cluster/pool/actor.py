@@ -141,11 +141,15 @@ class PoolActor:
         except PoolFailed:
             return
         finally:
-            # With its process, or by the network alone.
-            lives = self._probe is None or await self._probe(worker.process)
-            if self._failed is None and worker is self._workers.get(replica_id):
-                why = "has lost its stream" if lives else "has died"
-                self._lose_worker(replica_id, why, by_batch=not lives)
+            if worker is self._workers.get(replica_id):
+                await self._stream_lost(replica_id, worker)
+
+    async def _stream_lost(self, replica_id: str, worker: WorkerPeer) -> None:
+        """With its process, or by the network alone."""
+        lives = self._probe is None or await self._probe(worker.process)
+        if self._failed is None and worker is self._workers.get(replica_id):
+            why = "has lost its stream" if lives else "has died"
+            self._lose_worker(replica_id, why, by_batch=not lives)
 
     def _take(self, replica_id: str, worker: WorkerPeer, message: object) -> None:
         match message:
@@ -161,9 +165,8 @@ class PoolActor:
                 self._step(ReplicaDraining(replica_id))
                 self._tell_frontends()
             case LeaveNote(by_batch):
-                self._lose_worker(
-                    replica_id, "hangs or is broken" if by_batch else "has left", by_batch
-                )
+                why = "hangs or is broken" if by_batch else "has left"
+                self._lose_worker(replica_id, why, by_batch)
                 return
         if worker.draining and not worker.batches:
             worker.post(DrainNote())
@@ -344,10 +347,8 @@ class PoolActor:
         away_s, self._ticked_s = now_s - self._ticked_s, now_s
         if away_s > self._config.lease_s / 2:
             # This process stood still. What the others said meanwhile may be still unread.
-            for worker in self._workers.values():
-                worker.heard_s = now_s
-            for frontend in self.frontends.values():
-                frontend.heard_s = now_s
+            for peer in (*self._workers.values(), *self.frontends.values()):
+                peer.heard_s = now_s
         self._step(Tick())
         for replica_id, worker in list(self._workers.items()):
             if (silent_s := now_s - worker.heard_s) > self._config.lease_s:
