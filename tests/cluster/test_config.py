@@ -13,10 +13,12 @@ from cluster.config_sources import from_args, from_file, overridden, server_addr
 from cluster.frontend.admission.control import check_exposure
 
 
-def test_strings_from_a_command_line_become_values() -> None:
+def test_strings_from_a_command_line_and_the_environment_become_values() -> None:
     config = from_args({"replicas": "2", "target": "x", "draft": "null", "grpc_port": "9001"})
     assert (config.replicas, config.replica.target, config.replica.draft) == (2, "x", None)
     assert config.server.grpc_port == 9001
+    assert server_address({}) == "localhost:9000"
+    assert server_address({"LOCKSTEP_ADDRESS": "there:1"}) == "there:1"
 
 
 @pytest.mark.parametrize(
@@ -85,11 +87,6 @@ def test_settings_that_cannot_share_a_pool_name_different_ones() -> None:
     assert from_args(same).pool_name == names[0]
 
 
-def test_every_short_name_is_a_setting() -> None:
-    for section, name in SHORT_NAMES.values():
-        assert name in type(getattr(ClusterConfig(), section)).model_fields
-
-
 def test_a_serve_config_file_is_understood(tmp_path: Path) -> None:
     path = tmp_path / "serve.yaml"
     path.write_text(
@@ -101,31 +98,27 @@ def test_a_serve_config_file_is_understood(tmp_path: Path) -> None:
     assert (config.server.http_host, config.server.http_port) == ("0.0.0.0", 8100)
 
 
-@pytest.mark.parametrize("text", ["- a\n- b\n", "a: [", "nonsense: 1\n"])
-def test_a_bad_file_is_a_config_error(tmp_path: Path, text: str) -> None:
-    path = tmp_path / "bad.yaml"
-    path.write_text(text)
-    with pytest.raises(ConfigError):
-        from_file(path)
-
-
-def test_an_empty_file_is_the_defaults_which_are_frozen(tmp_path: Path) -> None:
+def test_an_empty_file_is_the_defaults_which_are_frozen_and_a_bad_one_is_an_error(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "empty.yaml"
     path.write_text("")
     config = from_file(path)
     assert config == ClusterConfig()
     with pytest.raises(ValueError, match="frozen"):
         config.replicas = 3  # type: ignore[misc]
+    for bad in ("- a\n- b\n", "a: [", "nonsense: 1\n"):
+        path.write_text(bad)
+        with pytest.raises(ConfigError):
+            from_file(path)
 
 
-def test_sections_are_all_settings_that_hold_settings_and_are_never_null() -> None:
-    values = ((name, getattr(ClusterConfig(), name)) for name in ClusterConfig.model_fields)
-    assert tuple(name for name, value in values if isinstance(value, BaseModel)) == SECTIONS
-
-
-def test_the_address_comes_from_the_environment() -> None:
-    assert server_address({}) == "localhost:9000"
-    assert server_address({"LOCKSTEP_ADDRESS": "there:1"}) == "there:1"
+def test_sections_are_all_settings_that_hold_settings_and_short_names_are_in_them() -> None:
+    values = {name: getattr(ClusterConfig(), name) for name in ClusterConfig.model_fields}
+    sections = {name: value for name, value in values.items() if isinstance(value, BaseModel)}
+    assert tuple(sections) == SECTIONS
+    for section, name in SHORT_NAMES.values():
+        assert name in type(sections[section]).model_fields
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.3.2.1", "::1", "localhost"])
@@ -137,8 +130,8 @@ def test_a_server_for_this_machine_needs_no_keys(host: str) -> None:
 def test_a_server_for_others_has_keys_or_says_that_anyone_may_come(host: str) -> None:
     with pytest.raises(ConfigError, match=r"server\.http_host: .*--keys-file.*--allow-anyone"):
         check_exposure(from_args({"http_host": host}))
-    check_exposure(from_args({"http_host": host, "keys_file": "/etc/keys.yaml"}))
-    check_exposure(from_args({"http_host": host, "allow_anyone": True}))
+    for allowed in ({"keys_file": "/etc/keys.yaml"}, {"allow_anyone": True}):
+        check_exposure(from_args({"http_host": host, **allowed}))
 
 
 def test_a_replicas_memory_is_to_last_for_the_schedulers_batches() -> None:
