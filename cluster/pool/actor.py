@@ -347,8 +347,10 @@ class PoolActor:
         away_s, self._ticked_s = now_s - self._ticked_s, now_s
         if away_s > self._config.lease_s / 2:
             # This process stood still. What the others said meanwhile may be still unread.
-            for peer in (*self._workers.values(), *self.frontends.values()):
-                peer.heard_s = now_s
+            for worker in self._workers.values():
+                worker.heard_s = now_s
+            for frontend in self.frontends.values():
+                frontend.heard_s = now_s
         self._step(Tick())
         for replica_id, worker in list(self._workers.items()):
             if (silent_s := now_s - worker.heard_s) > self._config.lease_s:
