@@ -21,14 +21,16 @@ import ray
 from ray.serve.config import AutoscalingConfig as ServeAutoscaling, AutoscalingPolicy
 
 from cluster.config import ClusterConfig
-from cluster.pool.protocol import NAMESPACE, PoolView, merged_view
+from cluster.pool.protocol import NAMESPACE
 from scheduler.scaling import (
     AutoscalingConfig,
     CapacityMeter,
     ScalingState,
+    merged_status,
     unseen,
     wanted_replicas,
 )
+from scheduler.status import PoolStatus
 
 log = logging.getLogger("ray.serve")
 
@@ -50,10 +52,11 @@ class PoolPolicy:
         pool_names: Sequence[str],
         autoscaling: Mapping[str, Any],
         rows_max: int,
-        ask: Callable[[], PoolView] | None = None,
+        ask: Callable[[], Sequence[PoolStatus]] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`autoscaling` holds the fields of AutoscalingConfig; `ask` may block and may raise."""
+        """`autoscaling` holds the fields of AutoscalingConfig; `ask` gets the status of each shard,
+        and may block and may raise."""
         self.config = AutoscalingConfig.model_validate(dict(autoscaling))
         self._ask = ask or Pools(pool_names)
         self._clock = clock
@@ -61,8 +64,8 @@ class PoolPolicy:
         self._state = ScalingState()
         # Its thread ends with this object.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="lockstep-autoscaling")
-        self.answer: Future[PoolView] | None = None
-        """What the pool was asked; None where nothing is under way."""
+        self.answer: Future[Sequence[PoolStatus]] | None = None
+        """What the shards were asked; None where nothing is under way."""
         self._asked_s = float("-inf")
         self._answers = False
 
@@ -70,13 +73,13 @@ class PoolPolicy:
         """The number of replicas, and what Serve should remember for us: nothing."""
         wanted = context.target_num_replicas
         try:
-            view = self._new_answer()
-            return (wanted if view is None else self._decide(view, wanted)), {}
+            shards = self._new_answer()
+            return (wanted if shards is None else self._decide(shards, wanted)), {}
         except Exception:
             log.exception("the autoscaling policy failed; the number of replicas stays")
             return wanted, {}
 
-    def _new_answer(self) -> PoolView | None:
+    def _new_answer(self) -> Sequence[PoolStatus] | None:
         """The pool's answer when there is a new one; asks again when it is time."""
         now_s = self._clock()
         answer = self.answer
@@ -100,9 +103,8 @@ class PoolPolicy:
             return None
         return answer.result()
 
-    def _decide(self, view: PoolView, wanted: int) -> int:
-        status = view.status
-        shards = [shard.status for shard in view.shards] or [status]
+    def _decide(self, shards: Sequence[PoolStatus], wanted: int) -> int:
+        status = merged_status(shards)
         tokens_per_s = self._meter.look(*shards)
         number, self._state = wanted_replicas(
             self.config, status, tokens_per_s, wanted, self._state, self._clock()
@@ -124,14 +126,14 @@ class Pools:
         self._names = names
         self._actors: list[Any] = []
 
-    def __call__(self) -> PoolView:
-        """All shards as one. Raises what Ray raises where one of them does not answer."""
+    def __call__(self) -> list[PoolStatus]:
+        """Of each shard. Raises what Ray raises where one of them does not answer."""
         try:
             self._actors = self._actors or [
                 ray.get_actor(name, namespace=NAMESPACE) for name in self._names
             ]
             asked = [actor.status.remote() for actor in self._actors]
-            return merged_view(ray.get(asked, timeout=_ANSWER_S))
+            return [view.status for view in ray.get(asked, timeout=_ANSWER_S)]
         except Exception:
             self._actors = []
             raise

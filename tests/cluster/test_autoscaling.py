@@ -20,7 +20,7 @@ from ray.exceptions import GetTimeoutError
 
 from cluster.autoscaling import PoolPolicy, Pools, serve_autoscaling
 from cluster.config_sources import from_args, from_file
-from cluster.pool.protocol import PoolView, merged_view
+from cluster.pool.protocol import PoolView
 from cluster.worker import resources
 from scheduler.messages import ReplicaSpec
 from scheduler.scaling import AutoscalingConfig
@@ -43,10 +43,7 @@ BOUND_S = 10.0
 
 
 def policy_of(ask: Callable[[], PoolStatus], clock: Callable[[], float]) -> PoolPolicy:
-    def view() -> PoolView:
-        return PoolView("incarnation", 1.0, ask())
-
-    return PoolPolicy(["pool"], SETTINGS, rows_max=8, ask=view, clock=clock)
+    return PoolPolicy(["pool"], SETTINGS, rows_max=8, ask=lambda: [ask()], clock=clock)
 
 
 def decide(policy: PoolPolicy, target: int) -> int:
@@ -121,7 +118,7 @@ def test_what_a_replica_commits_is_judged_by_the_queue_of_its_own_shard() -> Non
     clock = Clock()
     second = 0
 
-    def shard(name: str, waiting: int, rows: int, per_s: int) -> PoolView:
+    def shard(name: str, waiting: int, rows: int, per_s: int) -> PoolStatus:
         figures = BatchFigures(
             busy_s=float(second),
             steps=second,
@@ -129,11 +126,10 @@ def test_what_a_replica_commits_is_judged_by_the_queue_of_its_own_shard() -> Non
             committed_tokens=second * per_s,
         )
         replica = ReplicaStatus(name, SPEC, figures=figures)
-        status = PoolStatus(waiting, waiting, (replica,), {}, outstanding_tokens=6000)
-        return PoolView(name, 1.0, status)
+        return PoolStatus(waiting, waiting, (replica,), {}, outstanding_tokens=6000)
 
-    def ask() -> PoolView:
-        return merged_view([shard("a", 5, 8, 500), shard("b", 0, 2, 70)])
+    def ask() -> list[PoolStatus]:
+        return [shard("a", 5, 8, 500), shard("b", 0, 2, 70)]
 
     policy = PoolPolicy(["a", "b"], SETTINGS, rows_max=8, ask=ask, clock=clock)
     for second in range(0, 100, 2):
@@ -159,13 +155,13 @@ def test_all_shards_are_seen_or_none_and_looked_for_again(monkeypatch: pytest.Mo
     monkeypatch.setattr("cluster.autoscaling.ray", ray)
     pools = Pools(["a", "b"])
     for _ in range(2):
-        assert pools().status.outstanding_tokens == 30
+        assert [one.outstanding_tokens for one in pools()] == [10, 20]
     assert found == ["a", "b"]
     tokens["b"] = None
     with pytest.raises(GetTimeoutError):
         pools()
     tokens["b"] = 5
-    assert pools().status.outstanding_tokens == 15
+    assert [one.outstanding_tokens for one in pools()] == [10, 5]
     assert found == ["a", "b"] * 2
 
 
