@@ -113,10 +113,9 @@ class PoolActor:
     async def join(self, replica_id: str, spec: ReplicaSpec, process: Any) -> JoinReply:
         """A new membership of a replica; `process` is what `probe` understands."""
         self._wake_up()
-        for other_id, other in self._workers.items():
-            if (refused := unlike(spec, other.spec, other_id)) is not None:
-                log.error("replica %s is refused: %s", replica_id, refused)
-                return JoinReply(self._incarnation, refused)
+        if refused := unlike(spec, self._workers):
+            log.error("replica %s is refused: %s", replica_id, refused)
+            return JoinReply(self._incarnation, refused)
         if replica_id not in self._workers:
             log.info("replica %s joins: %s blocks on %s", replica_id, spec.kv_blocks, spec.device)
             self._workers[replica_id] = WorkerPeer(spec, process, self._clock())
@@ -331,15 +330,13 @@ class PoolActor:
             self._ticker = asyncio.get_running_loop().create_task(self._tick_forever())
 
     async def _tick_forever(self) -> None:
-        while True:
+        while self._failed is None:
             await asyncio.sleep(min(_TICK_S, self._config.lease_s / 60))
             try:
                 self.tick()
-            except PoolFailed:
-                return
             except Exception as error:
-                self._fail(Tick(), None, error)
-                return
+                if self._failed is None:
+                    self._fail(Tick(), None, error)
 
     def tick(self) -> None:
         """Enforces deadlines and leases; the actor calls it all the time."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -86,20 +86,22 @@ class FrontendPeer:
         self.stream.end()
 
 
-def unlike(spec: ReplicaSpec, other: ReplicaSpec, other_id: str) -> str | None:
-    """Why a replica's output may differ from another one's of the same pool."""
-    if (other.target, other.dtype) != (spec.target, spec.dtype):
-        return (
-            f"it serves {spec.target} in {spec.dtype}, but {other_id} of this pool "
-            f"serves {other.target} in {other.dtype}"
-        )
-    if other.fingerprint != spec.fingerprint:
-        return (
-            f"its weights or its arithmetic are not those of {other_id} of this pool:"
-            f" fingerprint {spec.fingerprint} ({spec.arithmetic}), not {other.fingerprint}"
-            f" ({other.arithmetic})"
-        )
-    return None
+def unlike(spec: ReplicaSpec, workers: Mapping[str, WorkerPeer]) -> str:
+    """Why a replica's output may differ from that of one of these; empty if it does not."""
+    for other_id, worker in workers.items():
+        other = worker.spec
+        if (other.target, other.dtype) != (spec.target, spec.dtype):
+            return (
+                f"it serves {spec.target} in {spec.dtype}, but {other_id} of this pool "
+                f"serves {other.target} in {other.dtype}"
+            )
+        if other.fingerprint != spec.fingerprint:
+            return (
+                f"its weights or its arithmetic are not those of {other_id} of this pool:"
+                f" fingerprint {spec.fingerprint} ({spec.arithmetic}), not {other.fingerprint}"
+                f" ({other.arithmetic})"
+            )
+    return ""
 
 
 def requests_of(event: object, batch: Batch | None) -> tuple[str, ...]:
