@@ -19,6 +19,7 @@ from ray.actor import ActorHandle
 from ray.serve import Application, RunTarget
 from ray.serve.config import HTTPOptions, gRPCOptions
 from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, DeploymentStatusOverview
+from ray.util import list_named_actors
 
 from cluster.app import APP_NAME, REPLICA, SERVICER_FUNCTIONS, build_app
 from cluster.config import ClusterConfig
@@ -27,6 +28,8 @@ from cluster.pool.stopping import stop_pools
 
 _LOOK_S = 0.25
 """Between two looks; each is work for Serve's controller."""
+_DELETE_S = 10.0
+"""For Serve to notice what was killed; it looks several times a second."""
 _ENVELOPE_BYTES_MAX = 1 << 20
 """What Serve sends along with a message between its own processes: pickled metadata."""
 
@@ -144,9 +147,9 @@ class ClusterRun:
     def stop(self, at_once: bool = False) -> None:
         """Let requests finish within the grace time, then stop the application and the pool.
 
-        New requests are refused meanwhile; with `at_once` the running ones are cut, too. Serve and
-        Ray are stopped if they were started here; a Ray that was joined is let go, and there a
-        replica that hangs has its own grace time.
+        New requests are refused meanwhile; with `at_once` the running ones are cut, too, and
+        replicas are killed. Serve and Ray are stopped if they were started here; a Ray that was
+        joined is let go.
         """
         if not ray.is_initialized():
             return
@@ -160,7 +163,9 @@ class ClusterRun:
         if not (at_once and self._began_ray):
             # Before Serve as a whole: its proxies live on until the last answers are delivered.
             if _application() is not None:
-                serve.delete(APP_NAME)
+                serve.delete(APP_NAME, _blocking=not at_once)
+            if at_once:
+                _kill_replicas()
             if self._began_serve:
                 serve.shutdown()
         for pool in pools:
@@ -185,6 +190,21 @@ def _began_ray_here() -> bool:
 
 def _application() -> ApplicationStatusOverview | None:
     return serve.status().applications.get(APP_NAME)
+
+
+def _kill_replicas() -> None:
+    """Kill those of the application that is deleted: Serve lets each drain first, also one that
+    still loads. After ten seconds the rest is left to Serve."""
+    deadline_s = time.monotonic() + _DELETE_S
+    while (application := _application()) and time.monotonic() < deadline_s:
+        # Before that Serve would replace them.
+        if application.status == ApplicationStatus.DELETING:
+            for actor in list_named_actors(all_namespaces=True):
+                if actor["name"].startswith(f"SERVE_REPLICA::{APP_NAME}#"):
+                    # It may have ended by itself.
+                    with contextlib.suppress(ValueError):
+                        ray.kill(ray.get_actor(**actor))
+        time.sleep(_LOOK_S)
 
 
 def _is_running() -> bool:

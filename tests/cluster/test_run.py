@@ -14,6 +14,7 @@ from ray import serve
 from ray._private import worker
 from ray.serve import RunTarget
 from ray.serve._private import constants as serve_constants
+from ray.serve._private.common import REPLICA_ID_FULL_ID_STR_PREFIX
 
 from cluster import run
 from cluster.app import APP_NAME
@@ -31,6 +32,8 @@ class Serve:
         self.proxies: dict[str, str] = {}
         self.deployed = False
         self.states = ["DEPLOYING", "RUNNING"]
+        self.deleting = ["RUNNING", "DELETING", ""]
+        """What comes once it is told to delete the application."""
         self.message = ""
         self.deployments: dict[str, Any] = {}
 
@@ -68,6 +71,10 @@ def calls(monkeypatch: pytest.MonkeyPatch, seen: Serve) -> list[Any]:
         assert [(one.name, one.route_prefix) for one in targets] == [(APP_NAME, "/")]
         seen.deployed = True
 
+    def delete(name: str, _blocking: bool) -> None:
+        made.append(("delete", name))
+        seen.states = seen.deleting
+
     def stop_pools(pools: list[str], grace_s: float) -> None:
         made.append(("stop_pools", *pools, grace_s))
 
@@ -77,8 +84,10 @@ def calls(monkeypatch: pytest.MonkeyPatch, seen: Serve) -> list[Any]:
     monkeypatch.setattr(worker, "_global_node", SimpleNamespace(is_head=lambda: True))
     monkeypatch.setattr(ray, "get_actor", lambda name, namespace: name)
     monkeypatch.setattr(run, "stop_pools", stop_pools)
-    for module, name in [(ray, "kill"), (ray, "shutdown"), (serve, "delete")]:
-        monkeypatch.setattr(module, name, note(name))
+    for name in ("kill", "shutdown"):
+        monkeypatch.setattr(ray, name, note(name))
+    monkeypatch.setattr(run, "list_named_actors", lambda all_namespaces: ACTORS)
+    monkeypatch.setattr(serve, "delete", delete)
     monkeypatch.setattr(serve, "start", note("serve.start"))
     monkeypatch.setattr(serve, "run_many", run_many)
     monkeypatch.setattr(serve, "shutdown", note("serve.shutdown"))
@@ -87,6 +96,11 @@ def calls(monkeypatch: pytest.MonkeyPatch, seen: Serve) -> list[Any]:
     return made
 
 
+OURS = [f"{REPLICA_ID_FULL_ID_STR_PREFIX}{APP_NAME}#{one}" for one in ("replica#a", "frontend#b")]
+ACTORS = [
+    {"name": name, "namespace": "serve"}
+    for name in (*OURS, f"{REPLICA_ID_FULL_ID_STR_PREFIX}another#replica#c", "SERVE_CONTROLLER")
+]
 STOP = ("stop_pools", CONFIG.pool_name, CONFIG.actors.drain_s)
 CUT = ("stop_pools", CONFIG.pool_name, 0.0)
 DELETE = ("delete", APP_NAME)
@@ -126,10 +140,26 @@ def test_a_stop_ends_what_was_begun_here_and_nothing_of_others(
     assert calls == [*begun, "serve.start"]
     calls.clear()
     cluster.stop(at_once)
-    if at_once and whose_ray == "ours":
+    if not at_once:
+        assert calls == [STOP, *ended]
+    elif whose_ray == "ours":
         # It takes everything with it, whatever hangs.
-        ended = [KILL, "shutdown"]
-    assert calls == [CUT if at_once else STOP, *ended]
+        assert calls == [CUT, KILL, "shutdown"]
+    else:
+        # Until Serve has heard of the deletion it would replace what is killed.
+        assert calls == [CUT, DELETE, *(("kill", name) for name in OURS), *ended[1:]]
+
+
+def test_a_stop_at_once_leaves_to_serve_what_takes_it_long(
+    calls: list[Any], seen: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "_DELETE_S", 0.05)
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    seen.deleting = ["DELETING"]
+    cluster = ClusterRun(CONFIG)
+    cluster.deploy(APPLICATION)
+    cluster.stop(at_once=True)
+    assert calls[-2:] == ["serve.shutdown", KILL]
 
 
 def test_a_stop_before_anything_was_deployed_deletes_nothing(
