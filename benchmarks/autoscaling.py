@@ -31,6 +31,7 @@ from cluster.bench.plots import Plot, line, to_svg
 from cluster.client import NO_RETRY, AsyncClient
 from cluster.config import ClusterConfig
 from cluster.config_sources import from_args
+from cluster.run import ClusterRun
 from protos import lockstep_pb2 as pb
 from scheduler.messages import Request
 from scheduler.simulation import poisson, reference_output
@@ -298,7 +299,6 @@ def main() -> None:
         {
             "autoscaling": AUTOSCALING,
             "draft_len": DRAFT_LEN,
-            "pool": {"name": "autoscaling-benchmark"},
             "grpc_port": args.grpc_port,
             "http_port": args.grpc_port + 1,
         }
@@ -306,7 +306,7 @@ def main() -> None:
     spec = synthetic_spec(config.replica)
     load = arrivals(Random(args.seed), args.peak, spec.vocab_size)
     full = SPEED.tokens_per_s(config.scheduler.rows_max, DRAFT_LEN)
-    cluster = app.ClusterRun(config)
+    cluster = ClusterRun(config)
     try:
         cluster.start(app.build_app(config, load=synthetic_loader(spec, SPEED)), quiet=True)
         run = asyncio.run(measure(config, load, spec.vocab_size))

@@ -23,7 +23,7 @@ from statistics import fmean, median
 
 from benchmarks.shared.command_line import parser_of
 from benchmarks.shared.report import table, write_json
-from cluster.garbage import collect_seldom
+from cluster.pool.ray_pool import collect_seldom
 from scheduler.config import SchedulerConfig
 from scheduler.messages import (
     Action,

@@ -18,24 +18,25 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
 
 import ray
-from ray.exceptions import GetTimeoutError
 from ray.serve.config import AutoscalingConfig as ServeAutoscaling, AutoscalingPolicy
 
 from cluster.config import ClusterConfig
-from cluster.pool.protocol import PoolView, merged_view
+from cluster.pool.protocol import NAMESPACE
 from scheduler.scaling import (
     LOOK_S,
     AutoscalingConfig,
     CapacityMeter,
     ScalingState,
+    merged_status,
     unseen,
     wanted_replicas,
 )
+from scheduler.status import PoolStatus
 
 log = logging.getLogger("ray.serve")
 
 _ANSWER_S = 2.0
-"""How long a look waits for answers. One that comes later is the next look's."""
+"""How long a look waits for answers."""
 
 
 class Context(Protocol):
@@ -50,22 +51,22 @@ class PoolPolicy:
     def __init__(
         self,
         pool_names: Sequence[str],
-        namespace: str,
         autoscaling: Mapping[str, Any],
         rows_max: int,
-        ask: Callable[[], PoolView] | None = None,
+        ask: Callable[[], Sequence[PoolStatus]] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`autoscaling` holds the fields of AutoscalingConfig; `ask` may block and may raise."""
+        """`autoscaling` holds the fields of AutoscalingConfig; `ask` gets the status of each shard,
+        and may block and may raise."""
         self.config = AutoscalingConfig.model_validate(dict(autoscaling))
-        self._ask = ask or Pools(pool_names, namespace)
+        self._ask = ask or Pools(pool_names)
         self._clock = clock
         self._meter = CapacityMeter(self.config.tokens_per_s, rows_max)
         self._state = ScalingState()
         # Its thread ends with this object.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="lockstep-autoscaling")
-        self.answer: Future[PoolView] | None = None
-        """What the pool was asked; None where nothing is under way."""
+        self.answer: Future[Sequence[PoolStatus]] | None = None
+        """What the shards were asked; None where nothing is under way."""
         self._asked_s = float("-inf")
         self._answers = False
 
@@ -73,13 +74,13 @@ class PoolPolicy:
         """The number of replicas, and what Serve should remember for us: nothing."""
         wanted = context.target_num_replicas
         try:
-            view = self._new_answer()
-            return (wanted if view is None else self._decide(view, wanted)), {}
+            shards = self._new_answer()
+            return (wanted if shards is None else self._decide(shards, wanted)), {}
         except Exception:
             log.exception("the autoscaling policy failed; the number of replicas stays")
             return wanted, {}
 
-    def _new_answer(self) -> PoolView | None:
+    def _new_answer(self) -> Sequence[PoolStatus] | None:
         """The pool's answer when there is a new one; asks again when it is time."""
         now_s = self._clock()
         answer = self.answer
@@ -103,12 +104,11 @@ class PoolPolicy:
             return None
         return answer.result()
 
-    def _decide(self, view: PoolView, wanted: int) -> int:
-        status = view.status
-        shards = [shard.status for shard in view.shards] or [status]
-        tokens_per_s, partial = self._meter.look(*shards), bool(view.silent)
+    def _decide(self, shards: Sequence[PoolStatus], wanted: int) -> int:
+        status = merged_status(shards)
+        tokens_per_s = self._meter.look(*shards)
         number, self._state = wanted_replicas(
-            self.config, status, tokens_per_s, wanted, self._state, self._clock(), partial
+            self.config, status, tokens_per_s, wanted, self._state, self._clock()
         )
         if number != wanted:
             log.info(
@@ -121,47 +121,23 @@ class PoolPolicy:
 
 
 class Pools:
-    """Asks the pool's actors and waits for their answers; finds them again when one is gone."""
+    """Asks the pool's actors and waits for their answers; finds them again after a failure."""
 
-    def __init__(self, names: Sequence[str], namespace: str) -> None:
+    def __init__(self, names: Sequence[str]) -> None:
         self._names = names
-        self._namespace = namespace
-        self._actors: dict[str, Any] = {}
-        self._silent: dict[str, Any] = {}
-        """What those were asked that have not answered in time."""
+        self._actors: list[Any] = []
 
-    def __call__(self) -> PoolView:
-        """All shards that answer as one, the others named.
-
-        Raises what Ray raises where none does, ValueError where there is no such actor.
-        """
-        views: list[PoolView] = []
-        errors: dict[str, Exception] = {}
-        asked: dict[str, Any] = {}
-        for name in self._names:
-            try:
-                asked[name] = self._silent[name] if name in self._silent else self._ask(name)
-            except Exception as error:
-                errors[name] = error
-        if asked:
-            ray.wait(list(asked.values()), num_returns=len(asked), timeout=_ANSWER_S)
-        for name, ask in asked.items():
-            self._silent.pop(name, None)
-            try:
-                views.append(ray.get(ask, timeout=0))
-            except GetTimeoutError as error:
-                self._silent[name], errors[name] = ask, error
-            except Exception as error:
-                self._actors.pop(name, None)
-                errors[name] = error
-        if not views:
-            raise next(iter(errors.values()))
-        return merged_view(views, tuple(errors))
-
-    def _ask(self, name: str) -> Any:
-        if name not in self._actors:
-            self._actors[name] = ray.get_actor(name, namespace=self._namespace)
-        return self._actors[name].status.remote()
+    def __call__(self) -> list[PoolStatus]:
+        """Of each shard. Raises what Ray raises where one of them does not answer."""
+        try:
+            self._actors = self._actors or [
+                ray.get_actor(name, namespace=NAMESPACE) for name in self._names
+            ]
+            asked = [actor.status.remote() for actor in self._actors]
+            return [view.status for view in ray.get(asked, timeout=_ANSWER_S)]
+        except Exception:
+            self._actors = []
+            raise
 
 
 def serve_autoscaling(config: ClusterConfig) -> ServeAutoscaling | None:
@@ -180,7 +156,6 @@ def serve_autoscaling(config: ClusterConfig) -> ServeAutoscaling | None:
             policy_function=f"{__name__}:{PoolPolicy.__name__}",
             policy_kwargs={
                 "pool_names": config.pool_names,
-                "namespace": config.pool.namespace,
                 "autoscaling": ours.model_dump(),
                 "rows_max": config.scheduler.rows_max,
             },

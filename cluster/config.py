@@ -10,15 +10,7 @@ import json
 from collections.abc import Mapping
 from typing import Literal, Self
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationError,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from cluster.sentences import joined, problems
 from replicas.config import ReplicaConfig
@@ -34,7 +26,6 @@ class _Settings(BaseModel):
 class PoolConfig(_Settings):
     """The actor that holds the pool."""
 
-    name: str = Field("pool", min_length=1, description="Begins the name of the actor.")
     shards: int = Field(
         1,
         ge=1,
@@ -55,48 +46,17 @@ class PoolConfig(_Settings):
         "lost node after 15 s and then starts the pool elsewhere; on a machine that is busy the "
         "start may take another half a minute.",
     )
-    namespace: str = Field("lockstep", min_length=1, description="Ray namespace of the actor.")
     lease_s: float = Field(
-        3.0, gt=0, description="Silence after which a replica or a frontend counts as lost."
-    )
-    beat_s: float = Field(
-        1.0,
+        3.0,
         gt=0,
-        validate_default=True,
-        description="How often a replica and a frontend show that they live; below lease_s.",
-    )
-    tick_s: float = Field(
-        0.05,
-        gt=0,
-        validate_default=True,
-        description="How often deadlines and leases are checked; at most a quarter of lease_s.",
-    )
-    gather_ms: float = Field(
-        25.0,
-        ge=0,
-        description="How long token updates that are not urgent may wait for more of them.",
-    )
-    idle_exit_s: float = Field(
-        60.0, gt=0, description="The actor ends after so long without a call."
+        description="Silence after which a replica, a frontend or a pool counts as lost; each "
+        "shows three times within it that it lives.",
     )
 
-    @field_validator("beat_s")
-    @classmethod
-    def _beats_keep_the_lease(cls, beat_s: float, info: ValidationInfo) -> float:
-        lease_s = info.data.get("lease_s")
-        if lease_s is not None and beat_s >= lease_s:
-            raise ValueError(f"must be below lease_s ({lease_s:g}), is {beat_s:g}")
-        return beat_s
-
-    @field_validator("tick_s")
-    @classmethod
-    def _ticks_are_told_from_a_standstill(cls, tick_s: float, info: ValidationInfo) -> float:
-        # A tick that comes half a lease after the last one says that the pool's own process stood
-        # still, and then no lease ends: with slow ticks none would ever end.
-        lease_s = info.data.get("lease_s")
-        if lease_s is not None and tick_s > lease_s / 4:
-            raise ValueError(f"must be at most a quarter of lease_s ({lease_s:g}), is {tick_s:g}")
-        return tick_s
+    @property
+    def beat_s(self) -> float:
+        """How often a replica and a frontend show that they live."""
+        return self.lease_s / 3
 
 
 class FrontendConfig(_Settings):
@@ -108,12 +68,6 @@ class FrontendConfig(_Settings):
     prompt_bytes_max: int = Field(1 << 20, ge=1, description="Longest prompt text in UTF-8.")
     sequences_max: int = Field(128, ge=1, description="Sequences of one call.")
     coalesce_ms: float = Field(20.0, ge=0, description="Least time between chunks of a stream.")
-    chunks_per_s: float = Field(
-        200.0,
-        gt=0,
-        description="Chunks of all streams together; a chunk costs over a millisecond of CPU, so "
-        "the more streams there are, the longer each waits between two chunks.",
-    )
     requests_max: int = Field(10_000, ge=1, description="Requests in flight per frontend.")
     message_bytes_max: int = Field(
         4 << 20, ge=1024, description="Longest request on the wire, gRPC message or HTTP body."
@@ -292,7 +246,7 @@ class ClusterConfig(_Settings):
             *(self.scheduler.model_dump(), self.pool.model_dump()),
         ]
         digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
-        return f"{self.pool.name}-{digest[:8]}"
+        return f"pool-{digest[:8]}"
 
     @property
     def pool_names(self) -> tuple[str, ...]:

@@ -5,13 +5,12 @@ A meter without a `sink` counts nothing, so that everything else runs without Ra
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple
 
-from scheduler.messages import Finish, Reject
+from scheduler.messages import Finish
 
 if TYPE_CHECKING:
     from grpc import StatusCode
@@ -20,43 +19,35 @@ if TYPE_CHECKING:
     from scheduler.status import PoolStatus
 
 
-class Kind(StrEnum):
-    COUNTER = "counter"
-    GAUGE = "gauge"
-    HISTOGRAM = "histogram"
-
-
 _EVERY_S = 1.0
 """Between two observations of the pool."""
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 
 
-@dataclass(frozen=True, slots=True)
-class Metric:
+class Metric(NamedTuple):
     """One metric; Ray exports it as `ray_<name>`, a counter as `ray_<name>_total`."""
 
-    kind: Kind
+    kind: str
+    """Name of the class in `ray.util.metrics`."""
     help: str
     tags: tuple[str, ...] = ()
-    buckets: tuple[float, ...] = ()
 
 
 def _counter(help_: str, *tags: str) -> Metric:
-    return Metric(Kind.COUNTER, help_, tags)
+    return Metric("Counter", help_, tags)
 
 
 def _gauge(help_: str) -> Metric:
-    return Metric(Kind.GAUGE, help_)
+    return Metric("Gauge", help_)
 
 
 def _seconds(help_: str, *tags: str) -> Metric:
-    return Metric(Kind.HISTOGRAM, help_, tags, _SECONDS)
+    return Metric("Histogram", help_, tags)
 
 
 METRICS: Mapping[str, Metric] = {
     "lockstep_tokens_committed": _counter("Tokens committed by the pool."),
     "lockstep_requests_finished": _counter("Requests finished, by reason.", "reason"),
-    "lockstep_requests_rejected": _counter("Requests that the pool refused, by code.", "code"),
     "lockstep_prompt_tokens": _counter("Prompt tokens of finished requests."),
     "lockstep_cached_tokens": _counter(
         "Those of them that an earlier request with the same prefix had computed."
@@ -108,31 +99,19 @@ def ray_sink() -> Sink:
     """A sink to Ray's metrics; call it in the process that will use it."""
     from ray.util import metrics as ray_metrics
 
-    made: dict[str, Any] = {}
+    write = {"Counter": "inc", "Gauge": "set", "Histogram": "observe"}
 
-    def make(name: str) -> Any:
-        metric = METRICS[name]
-        match metric.kind:
-            case Kind.COUNTER:
-                return ray_metrics.Counter(name, metric.help, metric.tags)
-            case Kind.GAUGE:
-                return ray_metrics.Gauge(name, metric.help, metric.tags)
-            case Kind.HISTOGRAM:
-                return ray_metrics.Histogram(
-                    name, metric.help, boundaries=list(metric.buckets), tag_keys=metric.tags
-                )
+    @functools.cache
+    def writer(name: str) -> Callable[..., None]:
+        kind, help_, tags = METRICS[name]
+        options = {"boundaries": list(_SECONDS)} if kind == "Histogram" else {}
+        metric = getattr(ray_metrics, kind)(name, help_, tag_keys=tags, **options)
+        return getattr(metric, write[kind])  # type: ignore[no-any-return]
 
     def sink(name: str, value: float, tags: Mapping[str, str]) -> None:
-        if name not in made:
-            made[name] = make(name)
-        match METRICS[name].kind:
-            case Kind.COUNTER:
-                if value > 0:
-                    made[name].inc(value, tags=dict(tags))
-            case Kind.GAUGE:
-                made[name].set(value, tags=dict(tags))
-            case Kind.HISTOGRAM:
-                made[name].observe(value, tags=dict(tags))
+        # Ray's counters take nothing that is not above 0.
+        if value > 0 or METRICS[name].kind != "Counter":
+            writer(name)(value, tags=dict(tags))
 
     return sink
 
@@ -163,9 +142,6 @@ class PoolMeter:
         sums["lockstep_cached_tokens"] += usage.cached_tokens
         sums["lockstep_draft_tokens"] += usage.draft_tokens
         sums["lockstep_accepted_tokens"] += usage.accepted_tokens
-
-    def rejected(self, reject: Reject) -> None:
-        self._sink("lockstep_requests_rejected", 1, {"code": reject.code.value})
 
     def observe(self, scheduler: Scheduler, now_s: float) -> None:
         """Write the sums and the gauges, at most once a second."""

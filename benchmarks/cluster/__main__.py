@@ -73,7 +73,7 @@ def main() -> None:
                 "target": args.target,
                 "draft": args.draft,
                 "torch_threads": args.threads,
-                "pool": {"name": "cluster-benchmark", "shards": args.shards},
+                "pool": {"shards": args.shards},
                 "grpc_port": args.grpc_port,
                 "http_port": args.grpc_port + 1,
             }

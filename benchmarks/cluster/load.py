@@ -30,6 +30,7 @@ from cluster.bench.load import drive, grpc_request
 from cluster.bench.workload import Workload
 from cluster.client import NO_RETRY, AsyncClient
 from cluster.config import ClusterConfig
+from cluster.pool.protocol import NAMESPACE
 
 Tokens = list[list[int]]
 
@@ -168,8 +169,7 @@ async def compare(
 
 def batch_counter(config: ClusterConfig) -> Callable[[], int]:
     """Asks the pool's actors how many batches they have given."""
-    namespace = config.pool.namespace
-    actors = [ray.get_actor(name, namespace=namespace) for name in config.pool_names]
+    actors = [ray.get_actor(name, namespace=NAMESPACE) for name in config.pool_names]
 
     def count() -> int:
         views = ray.get([actor.status.remote() for actor in actors])

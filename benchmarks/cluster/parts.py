@@ -24,6 +24,7 @@ from cluster.bench.workload import engine_request, synthetic_prompts
 from cluster.config import ClusterConfig
 from cluster.frontend.target_text import TargetText
 from cluster.local_engine import LocalEngine
+from cluster.run import ClusterRun
 from replicas.replica import Replica
 from scheduler.messages import ReplicaSpec, Request
 
@@ -95,7 +96,7 @@ def _measure(
                 print(entries[-1], flush=True)
         return entries
 
-    cluster = app.ClusterRun(config)
+    cluster = ClusterRun(config)
     try:
         cluster.start(served, quiet=True)
         return asyncio.run(measure())

@@ -76,10 +76,10 @@ def run_demo(config: ClusterConfig, max_new_tokens: int, verbose: bool = False) 
 
 
 def _run(config: ClusterConfig, max_new_tokens: int, terminal: Terminal) -> int:
-    from cluster import app, serve_app
+    from cluster import run
 
     started_s = time.perf_counter()
-    cluster = app.ClusterRun(config)
+    cluster = run.ClusterRun(config)
     chat = config.replica.target != TINY
     answers = [Answer(question, chat) for question in (QUESTIONS if chat else TEXTS)]
     try:
@@ -97,7 +97,7 @@ def _run(config: ClusterConfig, max_new_tokens: int, terminal: Terminal) -> int:
         terminal.say(f"Ready after {time.perf_counter() - started_s:.1f} s.\n")
         address = f"localhost:{config.server.grpc_port}"
         total_s, status = asyncio.run(_ask(address, answers, max_new_tokens, terminal.console))
-    except serve_app.StartFailed as error:
+    except run.StartFailed as error:
         terminal.say(f"Lockstep did not start: {error}")
         return 1
     except KeyboardInterrupt:

@@ -19,7 +19,7 @@ from cluster.frontend.admission.keys import hash_of
 from replicas.models.names import DEMO, SMOLLM2, TINY, ModelRefused, with_revision
 
 if TYPE_CHECKING:
-    from cluster.app import ClusterRun
+    from cluster.run import ClusterRun
 
 _LOOK_S = 0.5
 
@@ -99,7 +99,7 @@ def hide_key() -> None:
 
 
 def _serve(config: ClusterConfig, terminal: Terminal) -> int:
-    from cluster import app, serve_app
+    from cluster import run
 
     hide_key()
     told = threading.Event()
@@ -109,7 +109,7 @@ def _serve(config: ClusterConfig, terminal: Terminal) -> int:
             raise KeyboardInterrupt
         told.set()
 
-    cluster = app.ClusterRun(config)
+    cluster = run.ClusterRun(config)
     try:
         with terminal.progress("Ray and Serve start"):
             cluster.deploy(join_ray=True)
@@ -143,7 +143,7 @@ def _serve(config: ClusterConfig, terminal: Terminal) -> int:
         terminal.say("Stopping at once.")
         cluster.stop(at_once=True)
         return 1 if told.is_set() else 0
-    except serve_app.StartFailed as error:
+    except run.StartFailed as error:
         what = "The update failed, and what there is stays"
         if not cluster.updates:
             what = "Lockstep did not start"
@@ -182,7 +182,7 @@ def _wait_until_ready(
     Returns early when told to stop. Raises StartFailed, also after `actors.start_s`; but returns
     what it says where an application is updated and there is one that serves, old or new.
     """
-    from cluster.serve_app import StartFailed
+    from cluster.run import StartFailed
 
     with Client(f"localhost:{config.server.grpc_port}") as client:
 

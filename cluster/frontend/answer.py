@@ -29,6 +29,9 @@ from scheduler.messages import Finish, FinishReason, Request, Usage
 
 log = logging.getLogger("lockstep.frontend")
 
+_CHUNKS_PER_S = 200.0
+"""Of all streams together: a chunk costs over a millisecond of CPU, so the more streams there are,
+the longer each waits between two chunks."""
 _USAGE_WAIT_S = 1.0
 """How long the end of a sequence with a stop string waits for the pool's figures."""
 _TEXT_INLINE_TOKENS = 256
@@ -244,7 +247,7 @@ class Answer:
     def _pause_s(self) -> float:
         """Between two deltas of one stream; grows with the streams that share the CPU."""
         config = self._config
-        return max(config.coalesce_ms / 1000, self._router.unfinished / config.chunks_per_s)
+        return max(config.coalesce_ms / 1000, self._router.unfinished / _CHUNKS_PER_S)
 
     async def _take(self, sequence: AnswerSequence) -> None:
         """Make text of what came since; a stop string cancels the request."""

@@ -209,10 +209,9 @@ def check_call(call: GenerateCall, config: ClusterConfig, context_len: int) -> N
 
 def check_prompt(prompt: Prompt, config: ClusterConfig) -> None:
     """What can be said of its size. Raises InvalidRequest, which names the field."""
-    limits = config.frontend
     match prompt:
         case TextPrompt(text):
-            size, most, unit = len(text.encode()), limits.prompt_bytes_max, "bytes"
+            size, most, unit = len(text.encode()), config.frontend.prompt_bytes_max, "bytes"
         case TokenPrompt(ids):
             size, most, unit = len(ids), config.scheduler.prompt_tokens_max, "tokens"
         case ChatPrompt(messages):
@@ -221,7 +220,7 @@ def check_prompt(prompt: Prompt, config: ClusterConfig) -> None:
                 raise InvalidRequest("messages", reason)
             if any(not turn["role"] for turn in messages):
                 raise InvalidRequest("messages", "a role must not be empty")
-            size, most, unit = prompt.size, limits.prompt_bytes_max, "bytes"
+            size, most, unit = prompt.size, config.frontend.prompt_bytes_max, "bytes"
     if not size:
         raise InvalidRequest(prompt.field, "must not be empty")
     if size > most:

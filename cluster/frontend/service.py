@@ -34,7 +34,7 @@ from cluster.frontend.target_text import TargetText
 from cluster.frontend.text import TextStream
 from cluster.frontend.tools import ToolReader, tool_format
 from cluster.metrics import FrontendMeter
-from cluster.pool.protocol import STOPPING, PoolPort, PoolUnreachable, PoolView
+from cluster.pool.protocol import STOPPING, PoolPort, PoolView
 from cluster.pool.shard_router import ShardRouter
 from scheduler.errors import InvalidRequest, LockstepError, Overloaded
 from scheduler.messages import Request
@@ -57,10 +57,7 @@ class FrontendService:
         """`pools`: one per shard."""
         self.config = config
         self.text = text
-        pool = config.pool
-        self.router = ShardRouter(
-            pools, config.pool_names, name, pool.beat_s, pool.move_s, pool.unreachable_s
-        )
+        self.router = ShardRouter(pools, config, name)
         self._meter = meter or FrontendMeter()
         self.admission = AdmissionControl(config.auth, config.frontend)
 
@@ -81,13 +78,9 @@ class FrontendService:
         """Set while the server accepts no new request."""
         return self.router.stopping
 
-    async def ready(self) -> bool:
-        """Whether a replica has its models in memory."""
-        try:
-            view = await self.router.status()
-        except PoolUnreachable:
-            return False
-        return not view.stopping and any(not replica.draining for replica in view.status.replicas)
+    def ready(self) -> bool:
+        """Whether a replica has its models in memory, as far as is known here."""
+        return self.router.ready
 
     async def status(self) -> PoolView:
         """What the pool is doing. Raises Refused."""

@@ -2,8 +2,10 @@
 
 Each worker and each frontend has a stream to it. A peer whose stream ends, or that is silent for
 longer than the lease, is lost: a replica's residents wait again, a frontend's requests are
-cancelled. Nothing here needs to outlive the process: a new incarnation is told everything again by
-its peers. So a broken invariant ends it: half-made actions might lose what a restart does not.
+cancelled. The loss of a process that has died or stands still counts against the batches in hand;
+that of a stream alone does not. Nothing here needs to outlive this process: a new incarnation is
+told everything again by its peers. So a broken invariant ends it: half-made actions might lose what
+a restart does not.
 """
 
 from __future__ import annotations
@@ -14,13 +16,12 @@ import math
 import time
 import traceback
 import uuid
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 from cluster.config import ClusterConfig
 from cluster.metrics import PoolMeter
-from cluster.pool.delivery import Delivery
-from cluster.pool.peers import FrontendPeer, Probe, WorkerPeer, requests_of, unlike
+from cluster.pool.peers import FrontendPeer, WorkerPeer, requests_of, unlike
 from cluster.pool.protocol import (
     STOPPING,
     DrainNote,
@@ -31,15 +32,21 @@ from cluster.pool.protocol import (
     PoolView,
     ResumeNote,
     StopReply,
-    silence_s,
 )
 from cluster.transport import Stream
 from scheduler.messages import (
+    Action,
     Batch,
     Cancel,
+    Dispatch,
+    Emit,
     Event,
+    Finish,
+    Interrupt,
+    RecordFailure,
     Reject,
     RejectCode,
+    Release,
     ReplicaDraining,
     ReplicaJoined,
     ReplicaLost,
@@ -55,6 +62,12 @@ from scheduler.scheduler import Scheduler
 
 log = logging.getLogger("lockstep.pool")
 
+_GATHER_S = 0.025
+"""How long token updates that are not urgent may wait for more of them."""
+_TICK_S = 0.05
+"""How often deadlines and leases are checked, at least."""
+_IDLE_EXIT_S = 60.0
+"""The process ends after so long without a call."""
 _LAST_WORDS_S = 0.2
 """How long a pool that has failed lives on, so that frontends hear of which event."""
 
@@ -65,16 +78,16 @@ class PoolActor:
     def __init__(
         self,
         config: ClusterConfig,
-        probe: Probe | None = None,
+        probe: Callable[[Any], Awaitable[bool]] | None = None,
         leave: Callable[[], None] | None = None,
         abort: Callable[[], None] | None = None,
         meter: PoolMeter | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`leave` ends the process for good after `idle_exit_s` without a peer;
-        `abort` ends it so that it is started anew, once an invariant is broken."""
+        """`probe` asks whether the process behind a worker answers; without one it does. `leave`
+        ends this one for good after a minute without a peer; `abort` ends it so that it is started
+        anew, once an invariant is broken."""
         self._config = config.pool
-        self._gather_s = config.pool.gather_ms / 1000
         self.scheduler = Scheduler(config.scheduler)
         self._probe = probe
         self._leave = leave
@@ -94,17 +107,15 @@ class PoolActor:
         self._cut = False
         self._ticker: asyncio.Task[None] | None = None
         self._meter = meter or PoolMeter()
-        self._delivery = Delivery(self._workers, self._owners, self._meter, self._gather_s)
 
     # ------------------------------------------------------------------ workers
 
     async def join(self, replica_id: str, spec: ReplicaSpec, process: Any) -> JoinReply:
         """A new membership of a replica; `process` is what `probe` understands."""
         self._wake_up()
-        for other_id, other in self._workers.items():
-            if (refused := unlike(spec, other.spec, other_id)) is not None:
-                log.error("replica %s is refused: %s", replica_id, refused)
-                return JoinReply(self._incarnation, refused)
+        if refused := unlike(spec, self._workers):
+            log.error("replica %s is refused: %s", replica_id, refused)
+            return JoinReply(self._incarnation, refused)
         if replica_id not in self._workers:
             log.info("replica %s joins: %s blocks on %s", replica_id, spec.kv_blocks, spec.device)
             self._workers[replica_id] = WorkerPeer(spec, process, self._clock())
@@ -119,7 +130,7 @@ class PoolActor:
             # It joins anew, under another id.
             return
         worker.stream = stream
-        worker.flush()
+        worker.flush_within(0.0)
         try:
             async for messages in stream.frames():
                 if worker is self._workers.get(replica_id):
@@ -129,7 +140,15 @@ class PoolActor:
         except PoolFailed:
             return
         finally:
-            worker.lost_stream = True
+            if worker is self._workers.get(replica_id):
+                await self._stream_lost(replica_id, worker)
+
+    async def _stream_lost(self, replica_id: str, worker: WorkerPeer) -> None:
+        """With its process, or by the network alone."""
+        lives = self._probe is None or await self._probe(worker.process)
+        if self._failed is None and worker is self._workers.get(replica_id):
+            why = "has lost its stream" if lives else "has died"
+            self._lose_worker(replica_id, why, by_batch=not lives)
 
     def _take(self, replica_id: str, worker: WorkerPeer, message: object) -> None:
         match message:
@@ -145,13 +164,12 @@ class PoolActor:
                 self._step(ReplicaDraining(replica_id))
                 self._tell_frontends()
             case LeaveNote(by_batch):
-                self._lose_worker(
-                    replica_id, "hangs or is broken" if by_batch else "has left", by_batch
-                )
+                why = "hangs or is broken" if by_batch else "has left"
+                self._lose_worker(replica_id, why, by_batch)
                 return
         if worker.draining and not worker.batches:
             worker.post(DrainNote())
-            worker.flush()
+            worker.flush_within(0.0)
 
     # ------------------------------------------------------------------ frontends
 
@@ -178,17 +196,14 @@ class PoolActor:
     def _hear(self, frontend: FrontendPeer, message: Any) -> None:
         match message:
             case Submit(request):
-                frontend.submits += 1
                 if self._stopping and not message.accepted_before:
-                    refused = Reject(request.id, RejectCode.STOPPING, "", STOPPING)
-                    self._meter.rejected(refused)
-                    frontend.post(refused)
-                    frontend.flush_within(0.0)
+                    frontend.post(Reject(request.id, RejectCode.STOPPING, "", STOPPING))
+                    frontend.flush()
                     return
                 frontend.requests.add(request.id)
                 self._owners[request.id] = frontend
                 self._step(message)
-                frontend.flush_within(self._gather_s)
+                frontend.flush_within(_GATHER_S)
             case Cancel(request_id):
                 if request_id in frontend.requests:
                     self._step(message)
@@ -225,9 +240,7 @@ class PoolActor:
         # One that moves from shard to shard may be in none of them at the moment.
         told = sum(frontend.unfinished for frontend in self.frontends.values())
         age_s = self._clock() - self._started_s
-        return StopReply(
-            max(self.scheduler.snapshot().live, told), age_s > silence_s(self._config.beat_s)
-        )
+        return StopReply(max(self.scheduler.snapshot().live, told), age_s > self._config.lease_s)
 
     @property
     def _stopping(self) -> bool:
@@ -240,11 +253,42 @@ class PoolActor:
         if self._failed is not None:
             raise PoolFailed("the pool has failed and ends")
         try:
-            self._delivery.post(self.scheduler.step(event, self._clock()))
-            self._delivery.flush()
+            self._deliver(self.scheduler.step(event, self._clock()))
         except Exception as error:
             self._fail(event, batch, error)
             raise PoolFailed("an invariant of the pool is broken") from error
+
+    def _deliver(self, actions: Iterable[Action]) -> None:
+        """Send each to the peer that it concerns; what concerns one that is gone is dropped."""
+        due: dict[WorkerPeer | FrontendPeer, float] = {}
+        for action in actions:
+            peer: WorkerPeer | FrontendPeer | None = None
+            message: Any = action
+            within_s = 0.0
+            match action:
+                case Dispatch(batch):
+                    message = batch
+                    if (peer := self._workers.get(batch.replica_id)) is not None:
+                        peer.batches[batch.id] = batch
+                case Interrupt(replica_id) | Release(replica_id):
+                    peer = self._workers.get(replica_id)
+                case Emit(request_id, start, tokens):
+                    self._meter.committed(len(tokens))
+                    peer = self._owners.get(request_id)
+                    # Only the first token of a request is waited for by itself.
+                    within_s = _GATHER_S if start else 0.0
+                case RecordFailure(request_id):
+                    peer = self._owners.get(request_id)
+                case Finish(request_id) | Reject(request_id):
+                    if isinstance(action, Finish):
+                        self._meter.finished(action)
+                    if (peer := self._owners.pop(request_id, None)) is not None:
+                        peer.requests.discard(request_id)
+            if peer is not None:
+                peer.post(message)
+                due[peer] = min(within_s, due.get(peer, within_s))
+        for peer, within_s in due.items():
+            peer.flush_within(within_s)
 
     def _fail(self, event: Event, batch: Batch | None, error: Exception) -> None:
         """Tell the frontends which event it was, and end: what is half-made must not go on."""
@@ -260,18 +304,17 @@ class PoolActor:
         if self._abort is not None:
             asyncio.get_running_loop().call_later(_LAST_WORDS_S, self._abort)
 
-    def _state(self, submits: int) -> PoolState:
+    def _state(self) -> PoolState:
         serving = [peer.spec for peer in self._workers.values() if not peer.draining]
-        length_max = max((spec.length_max for spec in serving), default=0)
         books = self.scheduler.pool
         load = ShardLoad(
             serving=len(serving),
             outstanding_tokens=books.outstanding_tokens,
-            length_max=length_max,
+            length_max=max((spec.length_max for spec in serving), default=0),
             expected_share=books.expected_share,
         )
         stopping = self._stopping
-        return PoolState(submits, load, stopping, stopping and self._cut, self._failed)
+        return PoolState(load, stopping, stopping and self._cut, self._failed)
 
     def _tell_frontends(self) -> None:
         """What the pool says of itself has changed."""
@@ -288,18 +331,16 @@ class PoolActor:
             self._ticker = asyncio.get_running_loop().create_task(self._tick_forever())
 
     async def _tick_forever(self) -> None:
-        while True:
-            await asyncio.sleep(self._config.tick_s)
+        while self._failed is None:
+            await asyncio.sleep(min(_TICK_S, self._config.lease_s / 60))
             try:
                 self.tick()
-            except PoolFailed:
-                return
             except Exception as error:
-                self._fail(Tick(), None, error)
-                return
+                if self._failed is None:
+                    self._fail(Tick(), None, error)
 
     def tick(self) -> None:
-        """Enforces deadlines and leases; the actor calls it every `tick_s`."""
+        """Enforces deadlines and leases; the actor calls it all the time."""
         now_s = self._clock()
         away_s, self._ticked_s = now_s - self._ticked_s, now_s
         if away_s > self._config.lease_s / 2:
@@ -310,15 +351,16 @@ class PoolActor:
                 frontend.heard_s = now_s
         self._step(Tick())
         for replica_id, worker in list(self._workers.items()):
-            if (loss := worker.loss(self._probe, now_s, self._config.lease_s)) is not None:
-                self._lose_worker(replica_id, *loss)
+            if (silent_s := now_s - worker.heard_s) > self._config.lease_s:
+                # What has no stream yet has begun no batch.
+                begun = worker.stream is not None
+                self._lose_worker(replica_id, f"is silent for {silent_s:.1f} s", by_batch=begun)
         for session, frontend in list(self.frontends.items()):
-            silent_s = now_s - frontend.heard_s
-            if silent_s > self._config.lease_s:
+            if (silent_s := now_s - frontend.heard_s) > self._config.lease_s:
                 self._lose_frontend(session, f"is silent for {silent_s:.1f} s")
         self._meter.observe(self.scheduler, now_s)
         idle = not self._workers and not self.frontends
-        if idle and self._leave and now_s - self._heard_s > self._config.idle_exit_s:
+        if idle and self._leave and now_s - self._heard_s > _IDLE_EXIT_S:
             log.info("no peer talks to the pool, it leaves")
             self._leave()
 

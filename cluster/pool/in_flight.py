@@ -33,7 +33,7 @@ class InFlightRequest:
     sent: bool = False
     """Whether the current session's pool may know it."""
     checked: bool = False
-    """Whether a pool that knew replicas has accepted it."""
+    """Whether it was sent to a pool that had replicas, or has tokens of one."""
     cancelled: bool = False
     record: FailureRecord = field(default_factory=FailureRecord)
     """What pools have found out about it; the next one is told."""
@@ -45,8 +45,6 @@ class InFlightRequest:
     unreachable: bool = False
     shard: int = 0
     """The shard that it was handed to."""
-    refused: dict[int, Reject] = field(default_factory=dict)
-    """What shards have said whose queue had no room for it, or whose replicas are too small."""
 
     @property
     def tokens_left(self) -> int:

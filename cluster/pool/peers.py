@@ -3,22 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from cluster.pool.protocol import FrontendMessage, PoolState, WorkerMessage
 from cluster.transport import Stream
 from scheduler.messages import Batch, Cancel, ReplicaSpec, Submit
-
-_ASK_S = 0.1
-"""How often Ray is asked about a process in doubt: it knows of a death a moment later than the
-stream, and each question costs both processes a millisecond and more."""
-_STUCK_S = 1.0
-"""A process that leaves Ray's question unanswered for so long does nothing."""
-
-Probe = Callable[[Any], Awaitable[bool | None]]
-"""Asks Ray whether the process behind a handle lives; None: it cannot tell."""
 
 
 @dataclass(slots=True, eq=False)
@@ -27,69 +18,26 @@ class WorkerPeer:
 
     spec: ReplicaSpec
     process: Any
-    """What a `Probe` understands; None: nothing can be asked."""
+    """What the pool's probe understands."""
     heard_s: float
     batches: dict[int, Batch] = field(default_factory=dict)
     """Dispatched and not answered."""
     draining: bool = False
     stream: Stream | None = None
-    lost_stream: bool = False
+    """None until its worker has opened it."""
     _waiting: list[WorkerMessage] = field(default_factory=list)
     """What came before the stream, or is of the event in hand."""
-    _asked: asyncio.Task[bool | None] | None = None
-    _asked_s: float = 0.0
-    _answer: bool | None = None
 
     def post(self, message: WorkerMessage) -> None:
         self._waiting.append(message)
 
-    def flush(self) -> None:
+    def flush_within(self, _within_s: float) -> None:
+        """Send what waits now: no worker is to wait for anything."""
         if self.stream is not None and self._waiting:
             waiting, self._waiting = self._waiting, []
             self.stream.send(*waiting)
 
-    def loss(self, probe: Probe | None, now_s: float, lease_s: float) -> tuple[str, bool] | None:
-        """Why it is lost, if it is, and whether that counts against the batches in hand.
-
-        The lease finds every death; the end of the stream, and Ray, find most of them sooner. A
-        death counts. A lost stream does not, nor does silence: both may be the network's. Unless
-        Ray, too, has no answer: then the process is stuck, or dead and Ray does not know it yet.
-        """
-        silent_s = now_s - self.heard_s
-        if not self.lost_stream and silent_s <= lease_s / 2:
-            self._ask_no_more()
-            return None
-        lives = self._lives(probe, now_s)
-        if lives is False:
-            return "has died", True
-        if silent_s > lease_s:
-            return f"is silent for {silent_s:.1f} s", not lives
-        return ("has lost its stream", False) if lives and self.lost_stream else None
-
-    def _lives(self, probe: Probe | None, now_s: float) -> bool | None:
-        """What Ray says of the process; None: it has no answer. Never waits: the answer to one
-        call's question is found by a later one."""
-        if probe is None or self.process is None:
-            return True
-        if self._asked is not None and self._asked.done():
-            asked, self._asked = self._asked, None
-            self._answer = None if asked.cancelled() or asked.exception() else asked.result()
-        elif self._asked is not None and now_s - self._asked_s > _STUCK_S:
-            self._answer = None
-        if self._asked is None and now_s - self._asked_s > _ASK_S:
-            self._asked_s = now_s
-            self._asked = asyncio.ensure_future(probe(self.process))
-        return self._answer
-
-    def _ask_no_more(self) -> None:
-        """It is well: what Ray said of it counts no more."""
-        self._answer = None
-        if self._asked is not None:
-            self._asked.cancel()
-            self._asked = None
-
     def close(self) -> None:
-        self._ask_no_more()
         if self.stream is not None:
             self.stream.end()
 
@@ -100,14 +48,12 @@ class FrontendPeer:
 
     stream: Stream
     heard_s: float
-    state: Callable[[int], PoolState]
-    """What the pool says of itself to a session that has sent so many requests."""
+    state: Callable[[], PoolState]
+    """What the pool says of itself."""
     requests: set[str] = field(default_factory=set)
     """Live ones."""
     unfinished: int = 0
     """Requests of its process that have not ended, in all shards, as it said last."""
-    submits: int = 0
-    """Requests that it has sent."""
     lost: bool = False
     """Nothing is sent any more."""
     _waiting: list[FrontendMessage] = field(default_factory=list)
@@ -131,7 +77,7 @@ class FrontendPeer:
             self._timer.cancel()
             self._timer = None
         waiting, self._waiting = self._waiting, []
-        self.stream.send(*waiting, self.state(self.submits))
+        self.stream.send(*waiting, self.state())
 
     def close(self) -> None:
         self.lost = True
@@ -140,20 +86,22 @@ class FrontendPeer:
         self.stream.end()
 
 
-def unlike(spec: ReplicaSpec, other: ReplicaSpec, other_id: str) -> str | None:
-    """Why a replica's output may differ from another one's of the same pool."""
-    if (other.target, other.dtype) != (spec.target, spec.dtype):
-        return (
-            f"it serves {spec.target} in {spec.dtype}, but {other_id} of this pool "
-            f"serves {other.target} in {other.dtype}"
-        )
-    if other.fingerprint != spec.fingerprint:
-        return (
-            f"its weights or its arithmetic are not those of {other_id} of this pool:"
-            f" fingerprint {spec.fingerprint} ({spec.arithmetic}), not {other.fingerprint}"
-            f" ({other.arithmetic})"
-        )
-    return None
+def unlike(spec: ReplicaSpec, workers: Mapping[str, WorkerPeer]) -> str:
+    """Why a replica's output may differ from that of one of these; empty if it does not."""
+    for other_id, worker in workers.items():
+        other = worker.spec
+        if (other.target, other.dtype) != (spec.target, spec.dtype):
+            return (
+                f"it serves {spec.target} in {spec.dtype}, but {other_id} of this pool "
+                f"serves {other.target} in {other.dtype}"
+            )
+        if other.fingerprint != spec.fingerprint:
+            return (
+                f"its weights or its arithmetic are not those of {other_id} of this pool:"
+                f" fingerprint {spec.fingerprint} ({spec.arithmetic}), not {other.fingerprint}"
+                f" ({other.arithmetic})"
+            )
+    return ""
 
 
 def requests_of(event: object, batch: Batch | None) -> tuple[str, ...]:

@@ -13,7 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from cluster.transport import Messages, Stream, StreamKind
+from msgspec.msgpack import Decoder
+
+from cluster.transport import Stream, StreamKind
 from scheduler.errors import LockstepError
 from scheduler.messages import (
     Batch,
@@ -33,13 +35,10 @@ from scheduler.messages import (
 from scheduler.scaling import ShardLoad, merged_status
 from scheduler.status import PoolStatus
 
+NAMESPACE = "lockstep"
+"""Ray's namespace of the pools' actors."""
 STOPPING = "the server is stopping"
 """What a client is told while no new request is accepted."""
-
-
-def silence_s(beat_s: float) -> float:
-    """How long a pool or a frontend that speaks every `beat_s` may be silent and count as well."""
-    return 2 * beat_s + 1.0
 
 
 class PoolUnreachable(LockstepError):
@@ -83,8 +82,8 @@ class LeaveNote(Message, frozen=True):
 WorkerMessage = Batch | Release | Interrupt | DrainNote
 WORKER = StreamKind(
     "Worker",
-    calling=Messages(StepResult | StepFailed | DrainNote | LeaveNote | Beat),
-    called=Messages(WorkerMessage),
+    calling=Decoder(list[StepResult | StepFailed | DrainNote | LeaveNote | Beat]),
+    called=Decoder(list[WorkerMessage]),
 )
 """The stream of one membership; its caller is the replica's id."""
 
@@ -101,8 +100,6 @@ class ResumeNote(Message, frozen=True):
 class PoolState(Message, frozen=True):
     """What the pool says of itself, after all that it sends together."""
 
-    submits: int
-    """How many requests of this session it has accepted or refused; `load` is with them."""
     load: ShardLoad
     stopping: bool = False
     """It accepts no new request."""
@@ -115,8 +112,8 @@ class PoolState(Message, frozen=True):
 FrontendMessage = Emit | RecordFailure | Finish | Reject | PoolState
 FRONTEND = StreamKind(
     "Frontend",
-    calling=Messages(Submit | Cancel | ResumeNote | Beat),
-    called=Messages(FrontendMessage),
+    calling=Decoder(list[Submit | Cancel | ResumeNote | Beat]),
+    called=Decoder(list[FrontendMessage]),
 )
 """The stream of one session; its caller is the session's id."""
 

@@ -8,6 +8,7 @@ module and no other with Ray in it, so that it is back soon after a restart.
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 from collections.abc import Callable
@@ -19,10 +20,9 @@ from ray.exceptions import ActorDiedError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.config import ClusterConfig
-from cluster.garbage import collect_seldom
 from cluster.metrics import PoolMeter, ray_sink
 from cluster.pool.actor import PoolActor
-from cluster.pool.protocol import FRONTEND, WORKER, JoinReply, PoolUnreachable, PoolView
+from cluster.pool.protocol import FRONTEND, NAMESPACE, WORKER, JoinReply, PoolUnreachable, PoolView
 from cluster.transport import Endpoint, Key, Server, Stream, StreamKind, connect
 from scheduler.messages import ReplicaSpec
 
@@ -30,6 +30,8 @@ log = logging.getLogger("lockstep.pool")
 
 _ANSWER_S = 5.0
 """How long any answer may take."""
+_ALIVE_S = 1.0
+"""How long the answer of a process may take that has nothing to do but to say that it lives."""
 _PREFERRED_NODES = ("lockstep_pool", "node:__internal_head__")
 """A Ray resource of the nodes that a pool should be on, the first one that any node has. The second
 is the head node's: it is no spot node, and without it the cluster is lost anyway."""
@@ -64,7 +66,7 @@ def open_pool(config: ClusterConfig, name: str) -> ActorHandle:
         ray.remote(PoolProcess)
         .options(
             name=name,
-            namespace=config.pool.namespace,
+            namespace=NAMESPACE,
             get_if_exists=True,
             lifetime="detached",
             max_restarts=-1,
@@ -144,15 +146,13 @@ class RayPool:
             self._actor = task.result()
 
 
-async def process_lives(process: ActorHandle) -> bool | None:
-    """Whether the actor's process lives; None while Ray cannot tell."""
+async def process_lives(process: ActorHandle) -> bool:
+    """Whether the actor's process answers Ray: one that has died or stands still does not."""
     try:
-        async with asyncio.timeout(_ANSWER_S):
+        async with asyncio.timeout(_ALIVE_S):
             await process.__ray_ready__.remote()
-    except ActorDiedError:
-        return False
     except (RayError, TimeoutError):
-        return None
+        return False
     return True
 
 
@@ -160,6 +160,17 @@ def this_process() -> ActorHandle:
     """The handle of the actor that this code runs in."""
     handle: ActorHandle = ray.get_runtime_context().current_actor
     return handle
+
+
+def collect_seldom() -> None:
+    """Let Python's cyclic garbage collector look seldom, and never at what this process has now.
+
+    A pool makes thousands of objects per second that go by their reference count, and keeps
+    hundreds of thousands; a replica has as many of the libraries that it is built on.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
 
 
 def log_to_stderr() -> None:

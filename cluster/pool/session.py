@@ -18,8 +18,8 @@ from collections.abc import Callable, Collection, Sequence
 
 from msgspec.structs import replace
 
+from cluster.config import PoolConfig
 from cluster.pool.in_flight import InFlightRequest
-from cluster.pool.load import LoadEstimate
 from cluster.pool.protocol import (
     FRONTEND,
     Beat,
@@ -28,7 +28,6 @@ from cluster.pool.protocol import (
     PoolState,
     PoolUnreachable,
     ResumeNote,
-    silence_s,
 )
 from cluster.transport import Stream, StreamLost
 from scheduler.messages import (
@@ -38,7 +37,6 @@ from scheduler.messages import (
     FinishReason,
     RecordFailure,
     Reject,
-    RejectCode,
     Request,
     Usage,
 )
@@ -50,9 +48,6 @@ _RETRY_S = (0.05, 0.1, 0.2, 0.4)
 """Pauses between attempts to reach the pool; the last one repeats."""
 _SILENT_S = 5.0
 """How long a pool may leave a beat unanswered before the session is given up."""
-_ELSEWHERE = (RejectCode.OVERLOADED, RejectCode.INVALID)
-"""What one pool refuses so, another one may accept. What none accepts a frontend sends to none, so
-INVALID tells of this pool's replicas."""
 _OVERDUE_S = 2.0
 """How long after its deadline a request is ended here, in case the pool cannot be asked."""
 _POOL_FAILURES_MAX = 3
@@ -65,29 +60,20 @@ class PoolSession:
     def __init__(
         self,
         pool: PoolPort,
+        config: PoolConfig,
         name: str,
-        beat_s: float,
-        unreachable_s: float,
         clock: Callable[[], float],
         heard: Callable[[], None],
         unfinished: Callable[[], int],
-        elsewhere: Callable[[InFlightRequest, Reject], Reject | None],
     ) -> None:
-        """Requests end as unreachable when the pool does not answer for `unreachable_s`.
-
-        `heard` is called when the pool has said something new of itself; `unfinished` counts all
-        requests of this process. `elsewhere` is told of a request that the pool has no room for,
-        or no replica that can hold it, and which is forgotten here; it says with what the request
-        ends, or None where it goes on elsewhere.
-        """
+        """`heard` is called when the pool has said something new of itself; `unfinished` counts all
+        requests of this process."""
         self._pool = pool
+        self._config = config
         self._name = name
-        self._beat_s = beat_s
-        self._unreachable_s = unreachable_s
         self._clock = clock
         self._heard = heard
         self._unfinished = unfinished
-        self._elsewhere = elsewhere
         self._live: dict[str, InFlightRequest] = {}
         """By the ids that they have in this session."""
         self._counter = 0
@@ -96,7 +82,10 @@ class PoolSession:
         self._stream: Stream | None = None
         """None while there is no session."""
         self._answered_s = clock()
-        self._load = LoadEstimate()
+        self._said = ShardLoad(length_max=0)
+        """What the pool has said of its load last."""
+        self._sent_tokens = 0
+        """What requests may commit that were handed to it since then."""
         self.stopping = asyncio.Event()
         """Set while the pool accepts no new request, as far as is known here."""
         self.cut = False
@@ -119,7 +108,7 @@ class PoolSession:
     def let_go(self, gone: Sequence[InFlightRequest]) -> None:
         """Forget requests that go on elsewhere, and have the pool forget them, too."""
         for live in gone:
-            self._forget(live)
+            del self._live[live.pool_id]
             if live.sent:
                 self._send(Cancel(live.pool_id))
 
@@ -149,14 +138,15 @@ class PoolSession:
     @property
     def answered(self) -> bool:
         """Whether the pool has answered lately."""
-        return self._clock() - self._answered_s < silence_s(self._beat_s)
+        return self._clock() - self._answered_s < self._config.lease_s
 
     @property
     def load(self) -> ShardLoad:
-        """What the pool has said of itself last, and what it does not know."""
+        """What the pool has said of itself last, and what it does not know yet."""
+        said = self._said
+        tokens = said.outstanding_tokens + said.expected_share * self._sent_tokens
         answers = self.answered and self._stream is not None
-        tokens = self._load.outstanding_tokens
-        return replace(self._load.said, answers=answers, outstanding_tokens=tokens)
+        return replace(said, answers=answers, outstanding_tokens=tokens)
 
     # ------------------------------------------------------------------ life
 
@@ -189,7 +179,7 @@ class PoolSession:
             # One that lives but ends every session is asked with pauses, too.
             attempt = 0 if self._answered_s > answered_s else attempt + 1
             self._expire()
-            if self._clock() - self._answered_s > self._unreachable_s:
+            if self._clock() - self._answered_s > self._config.unreachable_s:
                 self._give_up()
             if attempt:
                 await asyncio.sleep(_RETRY_S[min(attempt, len(_RETRY_S)) - 1])
@@ -216,9 +206,9 @@ class PoolSession:
 
     async def _beat(self, stream: Stream) -> None:
         while True:
-            await asyncio.sleep(self._beat_s)
+            await asyncio.sleep(self._config.beat_s)
             self._expire()
-            if self._clock() - self._answered_s > self._beat_s + _SILENT_S:
+            if self._clock() - self._answered_s > self._config.beat_s + _SILENT_S:
                 stream.cancel()
             stream.send(Beat(self._unfinished()))
 
@@ -227,7 +217,7 @@ class PoolSession:
         unfinished = list(self._live.values())
         self._former_session, self._session = self._session, self._new_id()
         self._live.clear()
-        self._load.start_over()
+        self._sent_tokens = 0
         self.cut = False
         for live in unfinished:
             live.recovered += live.sent
@@ -245,13 +235,14 @@ class PoolSession:
         live.pool_id = f"{self._session}-{self._counter}"
         live.sent = False
         self._live[live.pool_id] = live
-        self._load.add(live.pool_id, live.tokens_left)
+        self._sent_tokens += live.tokens_left
         if self._stream is not None:
             self._submit(self._stream, live)
 
     def _submit(self, stream: Stream, live: InFlightRequest) -> None:
         live.sent = True
         stream.send(live.to_submit(self._clock()))
+        live.checked |= self._said.serving > 0
 
     def _send(self, message: Beat | Cancel) -> None:
         """To a pool that will hear all of it anew there is nothing to say."""
@@ -275,22 +266,13 @@ class PoolSession:
                     live.record = record
             case Reject(request_id):
                 if (live := self._live.pop(request_id, None)) is not None:
-                    self._refused(live, message)
+                    live.reject = message
+                    live.end()
             case PoolState():
                 self._note(message)
 
-    def _refused(self, live: InFlightRequest, reject: Reject) -> None:
-        last: Reject | None = reject
-        if reject.code in _ELSEWHERE and not live.cancelled:
-            last = self._elsewhere(live, reject)
-        if last is not None:
-            live.reject = last
-            live.end()
-
     def _note(self, state: PoolState) -> None:
-        for pool_id in self._load.confirm(state):
-            if state.load.serving and (live := self._live.get(pool_id)) is not None:
-                live.checked = True
+        self._said, self._sent_tokens = state.load, 0
         self.cut = state.cut
         if state.cut:
             self.cut_off()
@@ -321,18 +303,13 @@ class PoolSession:
             self._end_here(live, FinishReason.DEADLINE)
 
     def _end_here(self, live: InFlightRequest, reason: FinishReason, message: str = "") -> None:
-        self._forget(live)
+        del self._live[live.pool_id]
         here = Usage(prompt_tokens=len(live.request.prompt), completion_tokens=len(live.tokens))
         live.finish = Finish(live.pool_id, reason, live.usage(here), message)
         live.end()
 
     def _give_up(self) -> None:
         for live in list(self._live.values()):
-            self._forget(live)
+            del self._live[live.pool_id]
             live.unreachable = True
             live.end()
-
-    def _forget(self, live: InFlightRequest) -> None:
-        del self._live[live.pool_id]
-        if not live.sent:
-            self._load.remove(live.pool_id)

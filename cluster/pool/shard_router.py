@@ -13,20 +13,21 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from cluster.config import ClusterConfig
 from cluster.pool.in_flight import InFlightRequest
 from cluster.pool.protocol import PoolPort, PoolUnreachable, PoolView, merged_view
 from cluster.pool.session import PoolSession
 from cluster.transport import NotEncodable, encode
 from scheduler.errors import InvalidRequest
-from scheduler.messages import Reject, RejectCode, Request
-from scheduler.scaling import ShardLoad, choose_shard, next_shard
+from scheduler.messages import Request
+from scheduler.scaling import ShardLoad, choose_shard
 
 log = logging.getLogger("lockstep.frontend")
 
 _LOOKS = 4
 """How often, within the time that stranded requests may wait, they are looked for."""
-_STATUS_S = 1.0
-"""How long all shards' status waits for one of them, once another has answered."""
+_STATUS_S = 2.0
+"""How long the status of several shards waits for one of them."""
 
 
 class ShardRouter:
@@ -35,39 +36,29 @@ class ShardRouter:
     def __init__(
         self,
         pools: Sequence[PoolPort],
-        names: Sequence[str],
+        config: ClusterConfig,
         name: str,
-        beat_s: float,
-        move_s: float,
-        unreachable_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`names` of the pools, for people; `name` of this frontend.
-
-        `move_s`: how long requests wait for a shard that cannot serve them.
-        """
+        """`pools`: one per shard; `name` of this frontend."""
         self.pools = pools
-        self._names = names
-        self._move_s = move_s
+        self._names = config.pool_names
+        self._move_s = config.pool.move_s
         self._clock = clock
         self.sessions = [
             PoolSession(
                 pool,
+                config.pool,
                 f"{name}.{shard}" if shard else name,
-                beat_s,
-                unreachable_s,
                 clock,
                 self._heard,
                 lambda: self.unfinished,
-                self._refused,
             )
             for shard, pool in enumerate(pools)
         ]
         self._turn = 0
         self._stranded_s: list[float | None] = [None] * len(pools)
         """Since when a shard cannot serve all of its requests."""
-        self._asked: list[asyncio.Task[PoolView] | None] = [None] * len(pools)
-        """What a shard was asked for its status, and has not answered in time."""
         self.stopping = asyncio.Event()
         """Set while a shard accepts no new request: they are all told to stop, one by one."""
         self._told_idle = False
@@ -96,28 +87,32 @@ class ShardRouter:
     def unfinished(self) -> int:
         return sum(len(session.unfinished) for session in self.sessions)
 
-    async def status(self) -> PoolView:
-        """All shards that answer, as one pool. Raises PoolUnreachable when none does.
+    @property
+    def ready(self) -> bool:
+        """Whether a replica takes requests now, as far as is known here."""
+        loads = [session.load for session in self.sessions]
+        return not self.stopping.is_set() and any(one.answers and one.serving for one in loads)
 
-        They are asked all at once; one that hangs keeps the others' answers for a second at most.
-        """
-        asked = [self._ask(shard) for shard in range(len(self.pools))]
-        await asyncio.wait(asked, timeout=_STATUS_S)
-        while not any(_has_answered(ask) for ask in asked):
-            rest = [ask for ask in asked if not ask.done()]
-            if not rest:
-                break
-            await asyncio.wait(rest, return_when=asyncio.FIRST_COMPLETED)
+    async def status(self) -> PoolView:
+        """All shards that answer in time, as one pool. Raises PoolUnreachable when none does."""
+        answers = await asyncio.gather(*map(self._status_of, self.pools))
         views, silent = [], []
-        for name, ask in zip(self._names, asked, strict=True):
-            if _has_answered(ask):
-                view = ask.result()
-                views.append(replace(view, name=name) if len(asked) > 1 else view)
-            else:
+        for name, view in zip(self._names, answers, strict=True):
+            if view is None:
                 silent.append(name)
+            else:
+                views.append(replace(view, name=name) if len(answers) > 1 else view)
         if not views:
             raise PoolUnreachable(f"no answer from {', '.join(silent)}")
         return merged_view(views, silent)
+
+    async def _status_of(self, pool: PoolPort) -> PoolView | None:
+        """None: it does not answer, or not before the others are kept too long."""
+        try:
+            async with asyncio.timeout(_STATUS_S if len(self.pools) > 1 else None):
+                return await pool.status()
+        except (PoolUnreachable, TimeoutError):
+            return None
 
     # ------------------------------------------------------------------ life
 
@@ -138,43 +133,14 @@ class ShardRouter:
     async def close(self) -> None:
         if self._mover is not None:
             self._mover.cancel()
-        for ask in self._asked:
-            if ask is not None:
-                ask.cancel()
         await asyncio.gather(*(session.close() for session in self.sessions))
 
     # ------------------------------------------------------------------ parts
-
-    def _ask(self, shard: int) -> asyncio.Task[PoolView]:
-        ask = self._asked[shard]
-        if ask is None or ask.done():
-            # All that look meanwhile wait for the same answer: a pool that hangs is not called more
-            # and more often.
-            status = self.pools[shard].status()
-            ask = self._asked[shard] = asyncio.get_running_loop().create_task(status)
-            ask.add_done_callback(_retrieved)
-        return ask
 
     def _choose(self, request: Request, tokens: int) -> int:
         self._turn += 1
         loads = [session.load for session in self.sessions]
         return choose_shard(loads, tokens, self._turn, request.length_max)
-
-    def _refused(self, live: InFlightRequest, reject: Reject) -> Reject | None:
-        """A shard's queue is full, or its replicas are too small: another one is asked. Refused is
-        what all of them refuse, to come back when the first that can hold it has room."""
-        live.refused[live.shard] = reject
-        self._turn += 1
-        loads = [session.load for session in self.sessions]
-        length_max = live.request.length_max
-        shard = next_shard(loads, live.refused, live.tokens_left, self._turn, length_max)
-        if shard is None:
-            return min(live.refused.values(), key=_comes_back)
-        # No pool has accepted it: the next one may refuse it as well.
-        live.sent = False
-        live.shard = shard
-        self.sessions[shard].adopt(live)
-        return None
 
     def _heard(self) -> None:
         if any(session.stopping.is_set() for session in self.sessions):
@@ -230,24 +196,3 @@ def _serves(loads: Sequence[ShardLoad], live: InFlightRequest) -> bool:
         and (load.holds(live.request.length_max) or (load.serving and not live.checked))
         for load in loads
     )
-
-
-def _comes_back(reject: Reject) -> tuple[bool, float]:
-    """By what a request that all shards refuse is told when to come again, if that helps at all."""
-    return reject.code is not RejectCode.OVERLOADED, reject.retry_after_s
-
-
-def _has_answered(ask: asyncio.Task[PoolView]) -> bool:
-    """Whether there is an answer by now. Raises what is no lost call."""
-    if not ask.done() or ask.cancelled():
-        return False
-    error = ask.exception()
-    if error is not None and not isinstance(error, PoolUnreachable):
-        raise error
-    return error is None
-
-
-def _retrieved(ask: asyncio.Task[PoolView]) -> None:
-    """Its error may have nothing left that it concerns."""
-    if not ask.cancelled():
-        ask.exception()

@@ -15,9 +15,8 @@ from typing import Any, NamedTuple
 
 import grpc
 
-from cluster.transport.codec import FRAME_BYTES_MAX
 from cluster.transport.credentials import SERVER_NAME, Authority, Key
-from cluster.transport.stream import Stream, StreamKind, StreamLost
+from cluster.transport.stream import FRAME_BYTES_MAX, Stream, StreamKind, StreamLost
 
 log = logging.getLogger("lockstep.transport")
 

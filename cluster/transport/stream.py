@@ -1,37 +1,68 @@
-"""One side of a stream of typed messages between two processes. Knows neither TLS nor addresses."""
+"""One side of a stream of typed messages between two processes. Knows neither TLS nor addresses.
+
+Messages are MessagePack, decoded by the types that were agreed on only: nothing that a peer sends
+is run or makes an object of another type than its side of the stream may send. What goes out
+together is one frame: an array of messages.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import grpc
-
-from cluster.transport.codec import Messages, NotDecodable, NotEncodable, encode
+from msgspec import DecodeError
+from msgspec.msgpack import Decoder, Encoder
 
 log = logging.getLogger("lockstep.transport")
 
+FRAME_BYTES_MAX = 1 << 30
+"""Of one frame: of a single request, or of all that a pool tells a frontend in a few
+milliseconds."""
 _CLOSE_S = 0.5
 """How long what was sent may take to leave, and the other side to end the stream."""
-_END = encode([])
+
+_encoder = Encoder()
+_END = _encoder.encode([])
 """A frame of no message: the stream ends."""
+
+
+class NotEncodable(ValueError):
+    """A message holds what cannot be sent, or is too large; the text says what."""
 
 
 class StreamLost(ConnectionError):
     """The stream has ended; what was sent last may not have arrived."""
 
 
+def encode(messages: Sequence[object]) -> bytes:
+    """A frame. Raises NotEncodable."""
+    try:
+        frame = _encoder.encode(messages)
+    except (
+        TypeError,
+        NotImplementedError,
+        OverflowError,
+        RecursionError,
+        UnicodeEncodeError,
+    ) as error:
+        raise NotEncodable(f"cannot be sent: {error}") from None
+    if len(frame) > FRAME_BYTES_MAX:
+        raise NotEncodable(f"{len(frame)} bytes, at most {FRAME_BYTES_MAX} can be sent")
+    return frame
+
+
 @dataclass(frozen=True)
 class StreamKind:
-    """A stream by its name, and what each side sends on it."""
+    """A stream by its name, and frames of what each side sends on it."""
 
     name: str
-    calling: Messages
-    called: Messages
+    calling: Decoder[list[Any]]
+    called: Decoder[list[Any]]
 
 
 class Stream:
@@ -39,7 +70,7 @@ class Stream:
 
     def __init__(
         self,
-        received: Messages,
+        received: Decoder[list[Any]],
         read: Callable[[], Awaitable[Any]],
         write: Callable[[bytes], Awaitable[Any]],
         cancel: Callable[[], Any] = lambda: None,
@@ -59,19 +90,11 @@ class Stream:
         """Whether nothing can be sent any more."""
 
     def send(self, *messages: object) -> None:
-        """In one frame, or in several where one would be too large, after all that was sent before;
-        on a lost stream it does nothing.
+        """In one frame, after all that was sent before; on a lost stream it does nothing.
 
-        Raises NotEncodable for a message that cannot be sent; those before it may have been.
+        Raises NotEncodable for what cannot be sent; nothing of it is then.
         """
-        try:
-            self._put(encode(messages))
-        except NotEncodable:
-            half = len(messages) // 2
-            if not half:
-                raise
-            self.send(*messages[:half])
-            self.send(*messages[half:])
+        self._put(encode(messages))
 
     def end(self) -> None:
         """Have the other side end the stream once it has all that was sent."""
@@ -112,7 +135,7 @@ class Stream:
                 if not messages:
                     return
                 yield messages
-        except NotDecodable as error:
+        except (DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise StreamLost(f"a message that was not agreed on: {error}") from None
         finally:
             self.lost = True

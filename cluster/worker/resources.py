@@ -1,4 +1,9 @@
-"""What a replica asks of Ray and of its machine: GPUs, a placement group for its ranks, threads."""
+"""What a replica asks of Ray and of its machine: GPUs, threads, and further ranks as actors.
+
+Of a replica on several devices Ray reserves a bundle per rank, all of them or none, and Serve puts
+the replica itself into the first one. The replica starts the others and leads them through torch's
+store (see `replicas.parallel.rendezvous`); Ray places them, says whether they live, and ends them.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +11,18 @@ import os
 from typing import Any
 
 import ray
+from ray import ObjectRef
+from ray.actor import ActorHandle
+from ray.exceptions import RayError
+from ray.util.placement_group import PlacementGroup, placement_group_table
 
 from cluster.config import ClusterConfig
-from cluster.worker.ranks import bundles
+from cluster.pool.ray_pool import log_to_stderr
+from cluster.worker.loading import tell_of_weights
 from replicas.config import ReplicaConfig
+
+_CPUS_LEAST = 0.001
+"""Of a bundle: Ray has none that reserves nothing."""
 
 
 def gpus_of(config: ClusterConfig) -> float:
@@ -34,8 +47,11 @@ def placement(config: ClusterConfig, gpus: float) -> dict[str, Any]:
     ranks = config.replica.tensor_parallel
     if ranks == 1:
         return {}
+    bundle = {"CPU": max(config.actors.replica_cpus, _CPUS_LEAST)}
+    if gpus:
+        bundle["GPU"] = gpus
     return {
-        "placement_group_bundles": bundles(ranks, config.actors.replica_cpus, gpus),
+        "placement_group_bundles": [bundle] * ranks,
         "placement_group_strategy": config.actors.ranks_strategy,
     }
 
@@ -56,3 +72,55 @@ def replica_config(config: ClusterConfig) -> ReplicaConfig:
     processes = config.replicas_max * replica.tensor_parallel
     threads = max(1, len(os.sched_getaffinity(0)) // processes)
     return replica.model_copy(update={"torch_threads": threads})
+
+
+# --------------------------------------------------------------------------- further ranks
+
+
+class RankProcess:
+    """A further rank as the class of a Ray actor."""
+
+    def follow(self, config: ReplicaConfig, rank: int, address: Any) -> None:
+        """Returns when rank 0 has gone."""
+        from replicas import parallel
+
+        log_to_stderr()
+        tell_of_weights()
+        parallel.follow(config, rank, address)
+
+
+class RayRank:
+    """That actor, as `replicas.parallel.ranks` ends it."""
+
+    def __init__(self, actor: ActorHandle, life: ObjectRef) -> None:
+        """`life` is what its `follow` returns."""
+        self._actor = actor
+        self._life = life
+
+    def ended(self) -> str | None:
+        if not ray.wait([self._life], timeout=0)[0]:
+            return None
+        try:
+            ray.get(self._life, timeout=0)
+        except RayError as error:
+            cause = getattr(error, "cause", None) or error
+            return f"{type(cause).__name__}: {next(iter(str(cause).splitlines()), '')}"
+        return "rank 0 has gone"
+
+    def kill(self) -> None:
+        # Without Ray the actor has ended too, and a call would start another Ray.
+        if ray.is_initialized():
+            ray.kill(self._actor)
+
+    def leave(self, within_s: float) -> None:
+        if ray.is_initialized():
+            ray.wait([self._life], timeout=within_s)
+            self.kill()
+
+
+def host_of(group: PlacementGroup) -> str:
+    """The address at which the ranks of a group reach this process; the loopback on one machine."""
+    from replicas.parallel import LOOPBACK
+
+    nodes = placement_group_table(group)["bundles_to_node_id"].values()
+    return LOOPBACK if len(set(nodes)) == 1 else ray.util.get_node_ip_address()

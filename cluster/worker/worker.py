@@ -16,6 +16,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, Protocol
 
 from cluster.config import ClusterConfig
@@ -67,14 +68,6 @@ class ReplicaUnhealthy(RuntimeError):
         self.by_batch = by_batch
 
 
-class _Forget:
-    """A job: drop all residents, they belong to a pool that is gone."""
-
-
-class _Stop:
-    """A job: end the thread."""
-
-
 class Worker:
     """One process's replica and its place in the pool. Call `start` on an event loop."""
 
@@ -96,17 +89,16 @@ class Worker:
         self._failures_max = config.actors.failures_max
         self._drain_s = config.actors.drain_s
         self._batch_s_max = config.actors.batch_s_max
-        self._batch_began_s: float | None = None
-        """When the batch that runs now began; the thread writes it."""
-        self._batch_of = ""
-        """The membership whose batch that is, or was the last one; likewise."""
+        self._running: tuple[str, float] | None = None
+        """Whose membership's batch runs now, and since when; the thread writes it."""
         self._load = load
         self._pools = pools
         self._shard = shard
         self._name = name
         self._clock = clock
         self._process = process
-        self._jobs: queue.SimpleQueue[Batch | Release | _Forget | _Stop] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Callable[[HostedReplica], None] | None] = queue.SimpleQueue()
+        """What the thread does next; None: it ends."""
         self._interrupted = 0
         """Batches up to this id end after the step in hand; the thread reads it."""
         self._batch_lost = False
@@ -150,14 +142,13 @@ class Worker:
             raise ReplicaUnhealthy(f"its loop has died: {error}") from error
 
     def _check_batches(self) -> None:
-        began_s = self._batch_began_s
-        if began_s is not None and self._clock() - began_s > self._batch_s_max:
-            # Rows of this membership did not cause a batch of one that has ended.
-            mine = self._batch_of == self.replica_id
+        running = self._running
+        # Rows of this membership did not cause a batch of one that has ended.
+        mine = running is not None and running[0] == self.replica_id
+        if running is not None and self._clock() - running[1] > self._batch_s_max:
             raise ReplicaUnhealthy(f"a batch runs for over {self._batch_s_max:g} s", by_batch=mine)
         if (broken := self._replica.broken) is not None:
-            lost = self._batch_lost or (began_s is not None and self._batch_of == self.replica_id)
-            raise ReplicaUnhealthy(f"it is broken: {broken}", by_batch=lost)
+            raise ReplicaUnhealthy(f"it is broken: {broken}", by_batch=mine or self._batch_lost)
         if not self._thread.is_alive():
             raise ReplicaUnhealthy("the thread that runs batches has died")
         for kind, failures in self._failures.items():
@@ -182,7 +173,7 @@ class Worker:
     def end(self) -> None:
         """End the loop and the thread, as a process that dies does: the pool is not told."""
         self._member.cancel()
-        self._jobs.put(_Stop())
+        self._jobs.put(None)
 
     # ------------------------------------------------------------------ event loop
 
@@ -211,7 +202,8 @@ class Worker:
         Raises ReplicaUnhealthy, having left the pool, when this replica should be replaced.
         """
         self._check_batches()
-        self._jobs.put(_Forget())
+        # They belong to a pool that is gone, or that takes them for somebody else's.
+        self._jobs.put(lambda replica: self._release(replica, replica.residents))
         self._interrupted = 0
         shard = self._shard
         pool = self._pools[shard]
@@ -267,8 +259,10 @@ class Worker:
                     case DrainNote():
                         handed_over.set()
                         self._something_new.set()
-                    case _:
-                        self._jobs.put(message)
+                    case Release(_, sequence_ids):
+                        self._jobs.put(partial(self._release, sequence_ids=sequence_ids))
+                    case Batch():
+                        self._jobs.put(partial(self._run, batch=message))
 
     def _read_all(self, reading: asyncio.Task[None]) -> None:
         if not reading.cancelled():
@@ -300,19 +294,8 @@ class Worker:
             loaded.set_exception(error)
             return
         loaded.set_result(replica.spec)
-        while True:
-            match self._jobs.get():
-                case Batch() as batch:
-                    if (result := self._run(replica, batch)) is None:
-                        self._post(self._something_new.set)
-                    else:
-                        self._post(self._finished, batch, result)
-                case Release(_, sequence_ids):
-                    self._release(replica, sequence_ids)
-                case _Forget():
-                    self._release(replica, replica.residents)
-                case _Stop():
-                    return
+        while (job := self._jobs.get()) is not None:
+            job(replica)
 
     def _release(self, replica: HostedReplica, sequence_ids: Iterable[str]) -> None:
         """Nothing of what is broken need be released, nor does the attempt count if it breaks."""
@@ -325,14 +308,20 @@ class Worker:
                 raise
             log.exception("a replica broke where sequences were released")
 
-    def _run(self, replica: HostedReplica, batch: Batch) -> StepResult | StepFailed | None:
+    def _run(self, replica: HostedReplica, batch: Batch) -> None:
+        if (result := self._result(replica, batch)) is None:
+            self._post(self._something_new.set)
+        else:
+            self._post(self._finished, batch, result)
+
+    def _result(self, replica: HostedReplica, batch: Batch) -> StepResult | StepFailed | None:
         """None: the replica is broken, and the batch is lost with it."""
         if replica.broken is not None:
             return None
         if batch.replica_id != self.replica_id:
             # Of a membership that has ended: its result is waited for no more.
             return StepFailed(batch.replica_id, batch.id, "the replica has joined again")
-        self._batch_of, self._batch_began_s = batch.replica_id, self._clock()
+        self._running = batch.replica_id, self._clock()
         try:
             return replica.step(batch, lambda: self._ends_early(batch))
         except Exception as error:
@@ -342,7 +331,7 @@ class Worker:
                 return None
             return StepFailed(batch.replica_id, batch.id, f"{type(error).__name__}: {error}")
         finally:
-            self._batch_began_s = None
+            self._running = None
 
     def _ends_early(self, batch: Batch) -> bool:
         """The end of the batch is waited for, or its result no more."""

@@ -12,6 +12,5 @@ from scheduler.scaling.shards import (
     ShardLoad as ShardLoad,
     choose_shard as choose_shard,
     merged_status as merged_status,
-    next_shard as next_shard,
     shard_of_rank as shard_of_rank,
 )

@@ -87,17 +87,13 @@ def wanted_replicas(
     wanted: int,
     state: ScalingState,
     now_s: float,
-    partial: bool = False,
 ) -> tuple[int, ScalingState]:
     """The number of replicas to have from now on, and the state for the next call.
 
     `tokens_per_s` is what one replica commits per second of work, above 0. `wanted` is the number
-    returned last time; `now_s` is of a clock that does not run backwards. `partial`: some of the
-    pool could not be seen. Then nothing is concluded but that the load is too much.
+    returned last time; `now_s` is of a clock that does not run backwards.
     """
     live = status.waiting > 0 or status.outstanding_tokens > 0
-    if partial:
-        state = unseen(state, now_s)
     if live or state.live_s is None:
         state = replace(state, live_s=now_s)
     wanted = min(max(wanted, config.min_replicas), config.max_replicas)
@@ -116,8 +112,6 @@ def wanted_replicas(
             wanted = max(wanted, min(enough, status.serving + STARTING_MAX))
         return wanted, state
     state = replace(state, high_since_s=None)
-    if partial:
-        return wanted, state
     needed = max(_whole(max(queue, work) / DOWN_SHARE, config), 1, config.min_replicas)
     if needed < wanted:
         since_s = now_s if state.low_since_s is None else state.low_since_s
@@ -132,7 +126,7 @@ def wanted_replicas(
 
 
 def unseen(state: ScalingState, now_s: float) -> ScalingState:
-    """The state after a look that did not see the whole pool.
+    """The state after a look at which the pool, or a shard of it, did not answer.
 
     Neither a low load nor an idle pool has lasted while it was not seen.
     """

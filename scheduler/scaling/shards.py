@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 
 import msgspec
@@ -57,33 +57,6 @@ def choose_shard(
         return *wrong, each, (index - turn) % len(loads)
 
     return min(range(len(loads)), key=due)
-
-
-def next_shard(
-    loads: Sequence[ShardLoad],
-    refused: Collection[int],
-    tokens: float = 0.0,
-    turn: int = 0,
-    length: int = 0,
-) -> int | None:
-    """Index of the shard that is offered what the shards in `refused` did not take; None: no other.
-
-    Chosen as by `choose_shard` among those that would serve it: one that does not answer, or has no
-    replica while one that refused has, would only keep it, and then hand it on past the bound of
-    another; and one whose replicas are too small would refuse for good what others are to have
-    room for later.
-    """
-    serves = any(loads[shard].serving for shard in refused)
-    rest = [
-        shard
-        for shard, load in enumerate(loads)
-        if shard not in refused
-        and load.answers
-        and (load.holds(length) if load.serving else not serves)
-    ]
-    if not rest:
-        return None
-    return rest[choose_shard([loads[shard] for shard in rest], tokens, turn, length)]
 
 
 def shard_of_rank(rank: int, shards: int) -> int:

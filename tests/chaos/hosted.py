@@ -249,10 +249,10 @@ class _Held:
         from ray import serve
         from ray.serve.config import HTTPOptions, gRPCOptions
 
-        from cluster import app
+        from cluster import app, run
 
         plan, server = self._plan, self._plan.config.server
-        environment = app.ray_environment(plan.config)
+        environment = run.ray_environment(plan.config)
         if plan.worker_nodes:
             # As where `ClusterRun` joins a Ray.
             del environment["RAY_SERVE_PROXY_USE_GRPC"]
@@ -297,6 +297,7 @@ class _Held:
     def _open_pool(self) -> None:
         import ray
 
+        from cluster.pool.protocol import NAMESPACE
         from cluster.pool.ray_pool import PoolProcess
 
         config = self._plan.config
@@ -306,7 +307,7 @@ class _Held:
             ray.remote(self._plan.pool or PoolProcess)
             .options(
                 name=config.pool_name,
-                namespace=config.pool.namespace,
+                namespace=NAMESPACE,
                 lifetime="detached",
                 max_restarts=-1,
                 num_cpus=0,

@@ -20,6 +20,13 @@ def _no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray, "init", refuse)
 
 
+@pytest.fixture(autouse=True)
+def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens hardly wait for more of them."""
+    monkeypatch.setattr("cluster.pool.actor._GATHER_S", 0.002)
+    monkeypatch.setattr("cluster.frontend.answer._CHUNKS_PER_S", 1e6)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """Runs a test that is a coroutine function, on such an event loop as Ray gives its actors."""

@@ -170,22 +170,6 @@ def worlds(draw: st.DrawFn) -> tuple[Script, pb.GenerateRequest]:
     return script, request
 
 
-def fruitful_breaks(script: Script, request: pb.GenerateRequest) -> int:
-    """How often the script breaks a stream that has brought tokens."""
-    breaks, have = 0, 0
-    asked = pb.GenerateRequest()
-    for at, *_ in (cut for cut in script.cuts if cut is not None):
-        asked.CopyFrom(request)
-        asked.committed_token_ids.extend(script.tokens[:have])
-        chunks = list(chunks_of(script, asked))
-        if at >= len(chunks):
-            break
-        came = sum(len(chunk.token_ids) for chunk in chunks[:at])
-        breaks += came > 0
-        have += came
-    return breaks
-
-
 @dataclass(frozen=True)
 class Running:
     server: Server

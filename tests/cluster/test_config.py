@@ -13,10 +13,12 @@ from cluster.config_sources import from_args, from_file, overridden, server_addr
 from cluster.frontend.admission.control import check_exposure
 
 
-def test_strings_from_a_command_line_become_values() -> None:
+def test_strings_from_a_command_line_and_the_environment_become_values() -> None:
     config = from_args({"replicas": "2", "target": "x", "draft": "null", "grpc_port": "9001"})
     assert (config.replicas, config.replica.target, config.replica.draft) == (2, "x", None)
     assert config.server.grpc_port == 9001
+    assert server_address({}) == "localhost:9000"
+    assert server_address({"LOCKSTEP_ADDRESS": "there:1"}) == "there:1"
 
 
 @pytest.mark.parametrize(
@@ -40,16 +42,15 @@ def test_strings_from_a_command_line_become_values() -> None:
             {"speculative": {"method": "suffix", "num_speculative_tokens": 9}},
             "num_speculative_tokens: must be at most scheduler.draft_len_max (8), is 9",
         ),
-        ({"pool": {"name": ""}}, "pool.name: must have a character at least, is ''"),
+        ({"http_host": ""}, "server.http_host: must have a character at least, is ''"),
         ({"auth": {"allow_anyone": "maybe"}}, "allow_anyone: must be true or false, is 'maybe'"),
         ({"draft_len": 2, "scheduler": {"draft_len": 3}}, "scheduler.draft_len"),
         ({"scheduler": "fast"}, "scheduler"),
         ({"scheduler": "fast", "draft_len": 2}, "draft_len"),
         (
-            {"pool": {"lease_s": 0.1, "beat_s": 0.05}},
-            "pool.tick_s: must be at most a quarter of lease_s (0.1)",
+            {"replica": {"tensor_parallel": 2}, "actors": {"replica_gpus": 0.5}},
+            "actors.replica_gpus: a rank needs a GPU of its own, not 0.5",
         ),
-        ({"pool": {"lease_s": 1}}, "pool.beat_s: must be below lease_s (1), is 1"),
         ({"auth": {"keys_file": "keys.yaml"}}, "auth.keys_file"),
         (
             {"auth": {"keys_file": "/k", "allow_anyone": True}},
@@ -71,11 +72,6 @@ def test_a_wrong_key_or_value_is_named(args: dict[str, object], named: str) -> N
         from_args(args)
 
 
-@pytest.mark.parametrize("pool", [{"lease_s": 0.4, "beat_s": 0.2, "tick_s": 0.1}, {"tick_s": 0.75}])
-def test_the_slowest_tick_with_which_leases_end(pool: dict[str, float]) -> None:
-    assert from_args({"pool": pool}).pool.tick_s == pool["tick_s"]
-
-
 def test_settings_that_cannot_share_a_pool_name_different_ones() -> None:
     settings: list[dict[str, object]] = [
         {},
@@ -84,23 +80,11 @@ def test_settings_that_cannot_share_a_pool_name_different_ones() -> None:
         {"context_len": 64},
         {"draft_len": 2},
         {"pool": {"lease_s": 9}},
-        {"pool": {"name": "mine"}},
     ]
     names = [from_args(args).pool_name for args in settings]
     assert len(set(names)) == len(names)
-    assert names[-1].startswith("mine-")
     same = {"draft": None, "grpc_port": 9001, "autoscaling": {"max_replicas": 4}}
     assert from_args(same).pool_name == names[0]
-
-
-def test_settings_are_frozen() -> None:
-    with pytest.raises(ValueError, match="frozen"):
-        ClusterConfig().replicas = 3  # type: ignore[misc]
-
-
-def test_every_short_name_is_a_setting() -> None:
-    for section, name in SHORT_NAMES.values():
-        assert name in type(getattr(ClusterConfig(), section)).model_fields
 
 
 def test_a_serve_config_file_is_understood(tmp_path: Path) -> None:
@@ -114,28 +98,27 @@ def test_a_serve_config_file_is_understood(tmp_path: Path) -> None:
     assert (config.server.http_host, config.server.http_port) == ("0.0.0.0", 8100)
 
 
-@pytest.mark.parametrize("text", ["- a\n- b\n", "a: [", "nonsense: 1\n"])
-def test_a_bad_file_is_a_config_error(tmp_path: Path, text: str) -> None:
-    path = tmp_path / "bad.yaml"
-    path.write_text(text)
-    with pytest.raises(ConfigError):
-        from_file(path)
-
-
-def test_an_empty_file_is_the_defaults(tmp_path: Path) -> None:
+def test_an_empty_file_is_the_defaults_which_are_frozen_and_a_bad_one_is_an_error(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "empty.yaml"
     path.write_text("")
-    assert from_file(path) == ClusterConfig()
+    config = from_file(path)
+    assert config == ClusterConfig()
+    with pytest.raises(ValueError, match="frozen"):
+        config.replicas = 3  # type: ignore[misc]
+    for bad in ("- a\n- b\n", "a: [", "nonsense: 1\n"):
+        path.write_text(bad)
+        with pytest.raises(ConfigError):
+            from_file(path)
 
 
-def test_sections_are_all_settings_that_hold_settings_and_are_never_null() -> None:
-    values = ((name, getattr(ClusterConfig(), name)) for name in ClusterConfig.model_fields)
-    assert tuple(name for name, value in values if isinstance(value, BaseModel)) == SECTIONS
-
-
-def test_the_address_comes_from_the_environment() -> None:
-    assert server_address({}) == "localhost:9000"
-    assert server_address({"LOCKSTEP_ADDRESS": "there:1"}) == "there:1"
+def test_sections_are_all_settings_that_hold_settings_and_short_names_are_in_them() -> None:
+    values = {name: getattr(ClusterConfig(), name) for name in ClusterConfig.model_fields}
+    sections = {name: value for name, value in values.items() if isinstance(value, BaseModel)}
+    assert tuple(sections) == SECTIONS
+    for section, name in SHORT_NAMES.values():
+        assert name in type(sections[section]).model_fields
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.3.2.1", "::1", "localhost"])
@@ -147,8 +130,8 @@ def test_a_server_for_this_machine_needs_no_keys(host: str) -> None:
 def test_a_server_for_others_has_keys_or_says_that_anyone_may_come(host: str) -> None:
     with pytest.raises(ConfigError, match=r"server\.http_host: .*--keys-file.*--allow-anyone"):
         check_exposure(from_args({"http_host": host}))
-    check_exposure(from_args({"http_host": host, "keys_file": "/etc/keys.yaml"}))
-    check_exposure(from_args({"http_host": host, "allow_anyone": True}))
+    for allowed in ({"keys_file": "/etc/keys.yaml"}, {"allow_anyone": True}):
+        check_exposure(from_args({"http_host": host, **allowed}))
 
 
 def test_a_replicas_memory_is_to_last_for_the_schedulers_batches() -> None:

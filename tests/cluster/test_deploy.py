@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import yaml
 
-from cluster.app import ray_environment
 from cluster.config import ClusterConfig
 from cluster.config_sources import from_args
-from cluster.metrics import METRICS, Kind
+from cluster.metrics import METRICS
+from cluster.run import ray_environment
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 
@@ -87,7 +87,7 @@ def test_the_dashboard_shows_metrics_that_exist_and_shows_all_of_them() -> None:
     dashboard = json.loads((DEPLOY / "grafana" / "lockstep.json").read_text())
     text = " ".join(target["expr"] for panel in dashboard["panels"] for target in panel["targets"])
     exported = {
-        f"ray_{name}" + {Kind.COUNTER: "_total", Kind.HISTOGRAM: "_bucket"}.get(metric.kind, "")
+        f"ray_{name}" + {"Counter": "_total", "Histogram": "_bucket"}.get(metric.kind, "")
         for name, metric in METRICS.items()
     }
     assert set(re.findall(r"ray_lockstep_\w+", text)) == exported

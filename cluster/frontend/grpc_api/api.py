@@ -133,7 +133,7 @@ class GrpcApi:
         elif request.service not in ("", SERVICE):
             refuse(grpc_context, Refusal(StatusCode.NOT_FOUND, "service: unknown"))
         else:
-            ready = await self.service.ready()
+            ready = self.service.ready()
             return _HEALTH(status=_HEALTH.SERVING if ready else _HEALTH.NOT_SERVING)
         return _HEALTH()
 

@@ -66,7 +66,7 @@ def http_app(service: FrontendService) -> FastAPI:
 
     @app.get("/readyz")
     async def readyz() -> PlainTextResponse:
-        ready = await service.ready()
+        ready = service.ready()
         return PlainTextResponse(*(("ready", 200) if ready else ("no replica is ready", 503)))
 
     app.include_router(openai_router(service, bodies))

@@ -73,7 +73,7 @@ def tokens_router(service: FrontendService, bodies: BodyReader) -> APIRouter:
     @router.get("/health")
     async def health() -> PlainTextResponse:
         """200 while a replica is ready."""
-        return PlainTextResponse("", 200 if await service.ready() else 503)
+        return PlainTextResponse("", 200 if service.ready() else 503)
 
     @router.get("/version")
     async def versions() -> JSONResponse:

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from cluster import app
+from cluster import run as cluster_run
 from cluster.cli import serve as cli_serve
 from cluster.cli.terminal import Terminal
 from cluster.config_sources import from_args
-from cluster.serve_app import StartFailed
+from cluster.run import StartFailed
 
 LOOKS = 5
 
@@ -66,7 +66,7 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, Cluster]]
             if name != "ready":
                 setattr(cluster, name, value)
         monkeypatch.setattr(Answers, "ready_now", said.get("ready", True))
-        monkeypatch.setattr(app, "ClusterRun", lambda _config: cluster)
+        monkeypatch.setattr(cluster_run, "ClusterRun", lambda _config: cluster)
         return cli_serve.serve_until_signal(from_args(settings), verbose=True), cluster
 
     handlers: dict[int, Any] = {}

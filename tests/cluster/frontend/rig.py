@@ -24,7 +24,7 @@ from scheduler.messages import Emit, Finish, FinishReason
 from tests.cluster.fakes import FakeReplica, load_fake_text, tokenizer
 from tests.cluster.wire import Wire, until
 
-CONFIG = from_args({"pool": {"gather_ms": 2}, "frontend": {"coalesce_ms": 1, "chunks_per_s": 1e6}})
+CONFIG = from_args({"frontend": {"coalesce_ms": 1}})
 PROMPT = "the quick"
 PROMPT_IDS = tokenizer().encode(PROMPT).ids
 
@@ -78,6 +78,7 @@ async def frontend(
             await runner.start()
         await until(lambda: len(pool.replicas) == replicas)
         made.service.start()
+        await until(lambda: made.service.ready() or not replicas)
         yield made
         await made.close()
         for runner in runners:

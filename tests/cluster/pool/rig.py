@@ -26,14 +26,18 @@ from tests.cluster.wire import Wire, until
 CONFIG = from_args(
     {
         "scheduler": {"rows_max": 4},
-        "pool": {"lease_s": 0.5, "beat_s": 0.1, "tick_s": 0.01, "gather_ms": 2},
+        "pool": {"lease_s": 1.0, "move_s": 0.1, "unreachable_s": 1000.0},
         "actors": {"drain_s": 20},
     }
 )
 TIMEOUT_S = 60.0
-MOVE_S = 0.1
-NAMES = ("shard-a", "shard-b")
+MOVE_S = CONFIG.pool.move_s
 PROMPTS = [[10 + number, *range(40, 40 + number % 7)] for number in range(24)]
+
+
+def with_pool(config: ClusterConfig, **settings: Any) -> ClusterConfig:
+    """The same but for these settings of the pool."""
+    return config.model_copy(update={"pool": config.pool.model_copy(update=settings)})
 
 
 class Stuck(FakeReplica):
@@ -60,20 +64,11 @@ class Cluster:
         config: ClusterConfig,
         loss: float,
         seed: int,
-        unreachable_s: float,
-        move_s: float,
         **options: Any,
     ) -> None:
-        self.config = config
+        self.config = config = with_pool(config, shards=shards)
         self.wires = [Wire(config, loss, seed + shard, **options) for shard in range(shards)]
-        self.router = ShardRouter(
-            self.wires,
-            NAMES[:shards],
-            "frontend",
-            config.pool.beat_s,
-            move_s,
-            unreachable_s,
-        )
+        self.router = ShardRouter(self.wires, config, "frontend")
         self.workers: list[Worker] = []
         self.fakes: list[FakeReplica] = []
 
@@ -126,13 +121,11 @@ async def shards(
     config: ClusterConfig = CONFIG,
     loss: float = 0.0,
     seed: int = 0,
-    unreachable_s: float = 1000.0,
-    move_s: float = MOVE_S,
     step_s: float = 0.002,
     **options: Any,
 ) -> AsyncIterator[Cluster]:
     """With so many replicas in each shard, whose steps take so long."""
-    made = Cluster(len(replicas), config, loss, seed, unreachable_s, move_s, **options)
+    made = Cluster(len(replicas), config, loss, seed, **options)
     made.router.start()
     try:
         async with asyncio.timeout(100):

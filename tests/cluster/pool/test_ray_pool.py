@@ -122,12 +122,12 @@ async def test_a_lost_call_and_a_fault_of_the_pool_are_a_pool_that_does_not_answ
         await RayPool(lambda: actor).status()  # type: ignore[arg-type, return-value]
 
 
-def test_a_search_for_the_actor_that_hangs_keeps_no_call_and_no_second_thread(
+def test_a_search_for_the_actor_keeps_no_call_is_made_once_and_begins_again_when_it_fails(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Prompts are tokenized on the same few threads."""
+    """Prompts are tokenized on the same few threads, so one may hang and no more."""
     monkeypatch.setattr("cluster.pool.ray_pool._ANSWER_S", 0.05)
-    found = threading.Event()
+    go_on = threading.Event()
     searches: list[int] = []
 
     async def test() -> None:
@@ -135,46 +135,28 @@ def test_a_search_for_the_actor_that_hangs_keeps_no_call_and_no_second_thread(
 
         def open_actor() -> Handle:
             searches.append(1)
-            assert found.wait(120)
-            return handle
+            if len(searches) > 1:
+                return handle
+            assert go_on.wait(120)
+            raise RpcError("the control plane restarts")
 
         pool = RayPool(open_actor)  # type: ignore[arg-type]
+        calls = [pool.status() for _ in range(10)]
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        assert all(isinstance(answer, PoolUnreachable) for answer in answers)
+        assert len(searches) <= 1
+        go_on.set()
         async with asyncio.timeout(100):
-            for _ in range(2):
-                calls = [pool.status() for _ in range(10)]
-                answers = await asyncio.gather(*calls, return_exceptions=True)
-                assert all(isinstance(answer, PoolUnreachable) for answer in answers)
-            # The thread may begin late.
-            while not searches:
-                await asyncio.sleep(0.001)
-            assert len(searches) == 1
-            found.set()
             while True:
                 with contextlib.suppress(PoolUnreachable):
                     assert (await pool.status()).incarnation
                     break
-            assert len(searches) == 1
+        assert len(searches) == 2
 
     try:
         asyncio.run(test())
     finally:
-        found.set()
-
-
-async def test_a_search_for_the_actor_that_fails_is_begun_again() -> None:
-    handle = Handle()
-    tries: list[int] = []
-
-    def open_actor() -> Handle:
-        tries.append(1)
-        if len(tries) == 1:
-            raise RpcError("the control plane restarts")
-        return handle
-
-    pool = RayPool(open_actor)  # type: ignore[arg-type]
-    with pytest.raises(PoolUnreachable):
-        await pool.status()
-    assert (await pool.status()).incarnation
+        go_on.set()
 
 
 HEAD = {"node:__internal_head__": 1.0}

@@ -13,11 +13,10 @@ import pytest
 
 from cluster.pool.actor import PoolActor
 from cluster.pool.in_flight import InFlightRequest
-from cluster.pool.peers import WorkerPeer
-from cluster.pool.protocol import FRONTEND
-from scheduler.messages import FinishReason
+from cluster.pool.protocol import FRONTEND, WORKER
+from scheduler.messages import Action, Event, FinishReason, ReplicaLost
 from tests.cluster.fakes import Clock, FakeReplica
-from tests.cluster.pool.rig import CONFIG, check, half_dead, prompts, shards
+from tests.cluster.pool.rig import CONFIG, check, half_dead, prompts, shards, with_pool
 from tests.cluster.wire import Wire, until
 
 
@@ -83,8 +82,9 @@ async def test_a_restarted_pool_refuses_nothing_that_was_accepted_before() -> No
 async def test_what_was_accepted_waits_for_a_replica_that_holds_it_before_its_first_token() -> None:
     async with shards(0) as w:
         large = await w.add_replica(prefill_s=2.0)
+        await w.until_serving(1)
         live = w.submit([5, 6], 300)
-        await until(lambda: live.checked)
+        await until(lambda: w.live() == [1])
         large.end()
         w.wire.restart()
         # By this one alone it would be refused.
@@ -113,47 +113,43 @@ async def test_a_pool_that_itself_stood_still_takes_no_peer_for_lost() -> None:
     wire.close()
 
 
-async def test_a_dead_process_is_noticed_before_its_lease_ends() -> None:
-    dead: list[FakeReplica] = []
-
-    async def lives(process: FakeReplica) -> bool:
-        return process not in dead
-
-    # Longer than the test may take.
-    pool = CONFIG.pool.model_copy(update={"lease_s": 1000.0})
-    async with shards(0, config=CONFIG.model_copy(update={"pool": pool}), probe=lives) as w:
-        worker = await w.add_replica()
-        dead.append(w.fakes[0])
-        await until(lambda: worker.replica_id not in w.wire.replicas)
-
-
 @pytest.mark.parametrize(
-    ("lives", "silent", "loss"),
+    ("lost", "lives", "by_batch"),
     [
-        pytest.param(False, False, ("has died", True), id="dead"),
-        pytest.param(True, False, ("has lost its stream", False), id="only the stream is lost"),
-        pytest.param(None, True, ("is silent for 3.1 s", True), id="no answer, not even Ray's"),
-        pytest.param(True, True, ("is silent for 3.1 s", False), id="only Ray is answered"),
+        pytest.param("stream", False, True, id="dead"),
+        pytest.param("stream", True, False, id="only the stream is lost"),
+        pytest.param("silent", True, True, id="stuck"),
+        pytest.param("never came", True, False, id="without a stream it has begun no batch"),
     ],
 )
 async def test_a_loss_counts_against_requests_if_the_process_is_dead_or_stuck(
-    lives: bool | None, silent: bool, loss: tuple[str, bool]
+    lost: str, lives: bool, by_batch: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def probe(_process: object) -> bool | None:
+    async def probe(_process: object) -> bool:
         return lives
 
-    worker = WorkerPeer(FakeReplica().spec, object(), heard_s=0.0)
-    assert worker.loss(probe, 1.0, 3.0) is None
-    worker.lost_stream = not silent
-    found = None
-    for tenth in range(16, 32):
-        assert found is None
-        worker.heard_s = 0.0 if silent else tenth / 10
-        found = worker.loss(probe, tenth / 10, 3.0)
-        await asyncio.sleep(0)
-        if found and not silent:
-            break
-    assert found == loss
+    clock, losses = Clock(), []
+    wire = Wire(CONFIG, clock=clock, probe=probe)
+    step = wire.actor.scheduler.step
+
+    def noted(event: Event, now_s: float) -> list[Action]:
+        losses.extend([event] if isinstance(event, ReplicaLost) else [])
+        return step(event, now_s)
+
+    monkeypatch.setattr(wire.actor.scheduler, "step", noted)
+    await wire.join("r", FakeReplica().spec, None)
+    if lost != "never came":
+        await wire.connect(WORKER, "r")
+        await asyncio.sleep(0.01)
+    if lost == "stream":
+        wire.break_streams()
+    else:
+        for _ in range(12):
+            clock.now_s += CONFIG.pool.lease_s / 10
+            wire.actor.tick()
+    await until(lambda: not wire.replicas)
+    assert losses == [ReplicaLost("r", by_batch)]
+    wire.close()
 
 
 async def test_a_long_batch_keeps_its_lease() -> None:
@@ -206,7 +202,7 @@ async def test_a_pool_that_only_says_it_lives_is_asked_with_pauses_and_deadlines
 
 @pytest.mark.parametrize("lives", [False, True])
 async def test_a_pool_that_answers_nothing_ends_requests_as_unreachable(lives: bool) -> None:
-    async with shards(0, unreachable_s=0.3) as w:
+    async with shards(0, config=with_pool(CONFIG, unreachable_s=0.3)) as w:
         if lives:
             half_dead(w.wire)
         else:
@@ -216,12 +212,10 @@ async def test_a_pool_that_answers_nothing_ends_requests_as_unreachable(lives: b
         assert live.unreachable
 
 
-async def test_an_idle_pool_leaves() -> None:
+async def test_an_idle_pool_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cluster.pool.actor._IDLE_EXIT_S", 0.05)
     left: list[bool] = []
-    config = CONFIG.model_copy(
-        update={"pool": CONFIG.pool.model_copy(update={"idle_exit_s": 0.05})}
-    )
-    actor = PoolActor(config, leave=lambda: left.append(True))
+    actor = PoolActor(CONFIG, leave=lambda: left.append(True))
     await actor.status()
     async with asyncio.timeout(100):
         while not left:

@@ -13,24 +13,21 @@ import pytest
 from cluster.config_sources import from_args
 from cluster.frontend.grpc_api.status import to_status
 from cluster.pool import shard_router
-from cluster.pool.in_flight import InFlightRequest
-from cluster.pool.protocol import PoolView
+from cluster.pool.protocol import PoolUnreachable, PoolView
 from scheduler.errors import InvalidRequest
 from scheduler.messages import FinishReason, Request
 from tests.cluster.fakes import FakeReplica
 from tests.cluster.pool.rig import (
     CONFIG,
     MOVE_S,
-    NAMES,
     PROMPTS,
     TIMEOUT_S,
-    Cluster,
     Stuck,
     check,
     half_dead,
     shards,
 )
-from tests.cluster.wire import Wire, until
+from tests.cluster.wire import until
 
 
 async def test_requests_are_shared_by_replicas_and_answered_right() -> None:
@@ -130,7 +127,7 @@ async def test_requests_leave_a_pool_that_does_not_answer(says_it_lives: bool) -
         assert {live.shard for live in lives} == {1}
         s.router.check()
         view = await s.router.status()
-        assert view.silent == (() if says_it_lives else NAMES[:1])
+        assert view.silent == (() if says_it_lives else s.config.pool_names[:1])
         assert len(view.shards) == 2 - len(view.silent)
 
 
@@ -156,8 +153,7 @@ async def test_all_shards_look_like_one_pool() -> None:
         assert len(status.replicas) == 3
         assert status.requests_finished == len(PROMPTS)
         assert [(shard.name, shard.serving) for shard in status.shards] == [
-            ("shard-a", 1),
-            ("shard-b", 2),
+            *zip(s.config.pool_names, (1, 2), strict=True)
         ]
         assert not any(shard.silent for shard in status.shards)
         assert {shard.incarnation for shard in status.shards} == {
@@ -170,7 +166,7 @@ async def test_one_shard_that_stops_stops_the_server() -> None:
         await s.wires[1].actor.stop_accepting(60.0)
         await s.router.stopping.wait()
         # What the other one says changes nothing.
-        await asyncio.sleep(3 * CONFIG.pool.beat_s)
+        await asyncio.sleep(2 * CONFIG.pool.beat_s)
         assert s.router.stopping.is_set()
         await s.wires[1].actor.stop_accepting(0.0)
         await until(lambda: not s.router.stopping.is_set())
@@ -186,98 +182,51 @@ def test_shards_have_names_of_their_own_and_one_has_the_pools() -> None:
 async def test_deaths_of_replicas_are_counted_over_all_shards() -> None:
     """A request that kills a replica of this shard, of that one and of this one again has done so
     as often as one may."""
-    stuck: list[Stuck] = []
-    dead: list[FakeReplica] = []
+    stuck = [Stuck() for _ in range(3)]
 
-    async def add_replica(s: Cluster, shard: int) -> None:
-        stuck.append(Stuck())
-        await s.add_replica(shard, stuck[-1])
-
-    async def kill_holder(s: Cluster, live: InFlightRequest) -> None:
-        """The only replica of the shard that holds the request dies, in a batch with it."""
-        wire = s.wires[live.shard]
-        await until(lambda: any(one.batches_in_flight for one in wire.snapshot.replicas))
-        dead.append(s.fakes[-1])
-        s.workers[-1].end()
-
-    async def lives(process: FakeReplica) -> bool:
-        return process not in dead
+    async def lives(_process: FakeReplica) -> bool:
+        return False
 
     async with shards(0, 0, probe=lives) as s:
-        await add_replica(s, 0)
-        await s.until_serving(1, 0)
         deadly = s.submit(PROMPTS[0], 40)
-        assert deadly.shard == 0
-        for deaths, shard in enumerate((1, 0), start=1):
-            await kill_holder(s, deadly)
-            await add_replica(s, shard)
-            await until(lambda shard=shard: deadly.shard == shard)
-            assert deadly.record.deaths == deaths
-        await kill_holder(s, deadly)
+        for deaths, (shard, replica) in enumerate(zip((0, 1, 0), stuck, strict=True)):
+            # The only replica there is dies in a batch with the request.
+            await s.add_replica(shard, replica)
+            await until(replica.begun.is_set)
+            assert (deadly.shard, deadly.record.deaths) == (shard, deaths)
+            s.workers[-1].end()
         await deadly.ended.wait()
         assert deadly.finish.reason is FinishReason.FAILED
         assert deadly.tokens == []
-        # A request that has killed nothing is served by the next one.
-        other = s.submit(PROMPTS[0], 20)
-        await s.add_replica(1)
-        await check([other])
         for one in stuck:
             one.let_go.set()
 
 
-class Hanging:
-    """A pool's status that comes once it is let go."""
-
-    def __init__(self, wire: Wire) -> None:
-        self.let_go = asyncio.Event()
-        self.calls = 0
-        self._answer = wire.actor.status
-        wire.status = self  # type: ignore[assignment]
-
-    async def __call__(self) -> PoolView:
-        self.calls += 1
-        await self.let_go.wait()
-        return await self._answer()
-
-
-async def test_a_shard_that_hangs_is_named_and_delays_none(
+async def test_a_shard_that_hangs_is_named_and_a_fault_is_no_silence(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(shard_router, "_STATUS_S", 0.05)
-    async with shards(1, 2) as s:
-        hanging = Hanging(s.wires[0])
-        for _ in range(3):
-            view = await s.router.status()
-            assert view.silent == ("shard-a",)
-            assert [shard.name for shard in view.shards] == ["shard-b"]
-            assert len(view.status.replicas) == 2
-        assert hanging.calls == 1, "it is not asked again while it has not answered"
-        silent = [shard.name for shard in to_status(view).shards if shard.silent]
-        assert silent == ["shard-a"]
-        assert to_status(view).ready
-        hanging.let_go.set()
-        while (await s.router.status()).silent:
-            await asyncio.sleep(0.001)
 
+    async def hangs() -> PoolView:
+        await asyncio.Event().wait()
+        raise AssertionError
 
-async def test_without_an_answer_the_first_is_waited_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(shard_router, "_STATUS_S", 0.01)
-    async with shards(1, 2) as s:
-        hanging = [Hanging(wire) for wire in s.wires]
-        looking = asyncio.ensure_future(s.router.status())
-        await asyncio.sleep(0.1)
-        assert not looking.done()
-        hanging[1].let_go.set()
-        assert (await looking).silent == ("shard-a",)
-
-
-async def test_a_fault_in_a_pool_is_no_silence() -> None:
-    async def broken() -> PoolView:
+    async def faulty() -> PoolView:
         raise ValueError("a fault")
 
-    async with shards(1, 1) as s:
-        s.wires[1].status = broken  # type: ignore[method-assign]
+    async with shards(1, 2) as s:
+        monkeypatch.setattr(s.wires[0], "status", hangs)
+        view = await s.router.status()
+        assert view.silent == s.config.pool_names[:1]
+        assert [shard.name for shard in view.shards] == [*s.config.pool_names[1:]]
+        assert len(view.status.replicas) == 2
+        status = to_status(view)
+        assert [shard.name for shard in status.shards if shard.silent] == [*view.silent]
+        assert status.ready
+        assert s.router.ready
+        monkeypatch.setattr(s.wires[1], "status", hangs)
+        with pytest.raises(PoolUnreachable):
+            await s.router.status()
+        monkeypatch.setattr(s.wires[1], "status", faulty)
         with pytest.raises(ValueError, match="a fault"):
             await s.router.status()

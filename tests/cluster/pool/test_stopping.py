@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from types import SimpleNamespace
 from typing import Any
@@ -16,11 +15,10 @@ from typing import Any
 import pytest
 from grpc import StatusCode
 from grpc_health.v1 import health_pb2
-from ray.exceptions import GetTimeoutError, RayError
+from ray.exceptions import GetTimeoutError
 
 from cluster.config_sources import from_args
 from cluster.frontend.grpc_api.api import GrpcApi
-from cluster.pool.protocol import silence_s
 from cluster.pool.stopping import stop_pools
 from protos import lockstep_pb2 as pb
 from scheduler.messages import RejectCode
@@ -36,15 +34,14 @@ from tests.cluster.frontend.rig import (
     stream,
     unfinished,
 )
-from tests.cluster.pool.rig import CONFIG, PROMPTS, Cluster, Stuck, check, shards
+from tests.cluster.pool.rig import CONFIG, PROMPTS, Cluster, check, shards, with_pool
 from tests.cluster.wire import Wire, until
 
 STATES = health_pb2.HealthCheckResponse
 LONG = pb.GenerateRequest(prompt=PROMPT, max_new_tokens=300)
 STOPPING = "the server is stopping"
 # What a frontend learns by its next beat only, it learns after the end of the test.
-SLOW_BEATS = from_args({"pool": {"gather_ms": 2, "beat_s": 1000.0, "lease_s": 3000.0}})
-SILENT_S = silence_s(CONFIG.pool.beat_s)
+SLOW_BEATS = from_args({"pool": {"lease_s": 3000.0}})
 
 
 async def stop(made: GrpcApi, cut: bool = False) -> int:
@@ -137,12 +134,12 @@ async def test_a_stop_that_was_never_finished_heals() -> None:
     clock = ClockAhead()
     async with frontend(clock=clock) as made:
         await stop(made)
-        assert not await made.service.ready()
+        assert not made.service.ready()
         # The stop is good for a minute from when it was last told.
         clock.ahead_s = 61.0
         while made.service.stopping.is_set():
             await asyncio.sleep(0.05)
-        assert await made.service.ready()
+        assert made.service.ready()
         answer = await made.Generate(LONG, Context())
         assert list(answer.token_ids) == perfect(PROMPT_IDS, 300)
 
@@ -154,33 +151,25 @@ class Handle:
         loop = asyncio.get_running_loop()
         self.asked = 0
         self.hangs = False
-        self._hanging: list[Future[Any]] = []
 
         def remote(*args: Any) -> Future[Any]:
             self.asked += 1
             if self.hangs:
-                self._hanging.append(Future())
-                return self._hanging[-1]
+                return Future()
             return asyncio.run_coroutine_threadsafe(wire.actor.stop_accepting(*args), loop)
 
         self.stop_accepting = SimpleNamespace(remote=remote)
 
-    def end_calls(self) -> None:
-        for call in self._hanging:
-            if not call.done():
-                call.set_exception(RayError())
 
-
-def handles_of(s: Cluster, hang: Sequence[int] = ()) -> list[Handle]:
-    handles = [Handle(wire) for wire in s.wires]
-    for shard in hang:
-        handles[shard].hangs = True
-    return handles
+def stopping_of(s: Cluster, grace_s: float) -> tuple[list[Handle], asyncio.Future[None]]:
+    """A stop of all pools that has begun."""
+    handles: list[Any] = [Handle(wire) for wire in s.wires]
+    return handles, asyncio.ensure_future(asyncio.to_thread(stop_pools, handles, grace_s))
 
 
 @pytest.fixture(autouse=True)
 def _ray_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray's blocking calls on the futures of a `Handle`."""
+    """Ray's blocking calls on the futures of a `Handle`; each pool has a moment to answer."""
 
     def get(reply: Future[Any], timeout: float) -> Any:
         try:
@@ -193,6 +182,7 @@ def _ray_calls(monkeypatch: pytest.MonkeyPatch) -> None:
         wait(replies, timeout)
 
     monkeypatch.setattr("cluster.pool.stopping.ray", SimpleNamespace(get=get, wait=wait_all))
+    monkeypatch.setattr("cluster.pool.stopping._ANSWER_S", 0.2)
 
 
 async def test_a_request_that_moves_in_the_grace_time_is_finished() -> None:
@@ -200,8 +190,7 @@ async def test_a_request_that_moves_in_the_grace_time_is_finished() -> None:
     async with shards(1, 1, step_s=0.04) as s:
         live = s.submit(PROMPTS[0], 120)
         here, there = live.shard, 1 - live.shard
-        handles = handles_of(s)
-        stopping = asyncio.create_task(asyncio.to_thread(stop_pools, handles, 200.0, SILENT_S))
+        handles, stopping = stopping_of(s, 200.0)
         await until(lambda: handles[here].asked > 1 and len(live.tokens) > 1)
         assert handles[there].asked
         s.workers[here].end()
@@ -220,8 +209,7 @@ async def test_what_a_pool_had_that_restarts_in_the_grace_time_is_finished() -> 
     async with shards(1, step_s=0.02, clock=clock) as w:
         live = w.submit(PROMPT_IDS, 100)
         await until(lambda: len(live.tokens) > 1)
-        handle = Handle(w.wire)
-        stopping = asyncio.create_task(asyncio.to_thread(stop_pools, [handle], 200.0, SILENT_S))
+        [handle], stopping = stopping_of(w, 200.0)
         await until(lambda: handle.asked > 1)
         w.wire.loss = 1.0
         # The new pool is young until it has been told again, however long that takes here.
@@ -237,73 +225,35 @@ async def test_what_a_pool_had_that_restarts_in_the_grace_time_is_finished() -> 
         assert live.tokens == perfect(PROMPT_IDS, 100)
 
 
-async def test_a_cut_ends_requests_of_a_pool_that_cannot_be_heard() -> None:
-    # None of the requests would end within the test.
-    async with shards(1, 1, move_s=1000.0, step_s=1.0) as s:
-        lives = [s.submit(prompt, 400) for prompt in PROMPTS]
-        assert {live.shard for live in lives} == {0, 1}
-        s.wires[0].loss = 1.0
-        handles = handles_of(s)
-        await asyncio.to_thread(stop_pools, handles, 0.0, SILENT_S)
-        for live in lives:
-            await live.ended.wait()
-            assert live.unreachable
-
-
-async def test_a_pool_that_hangs_holds_back_no_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cluster.pool.stopping._ANSWER_S", 3600.0)
-    async with shards(0, 1) as s:
-        stuck = Stuck()
-        await s.add_replica(0, stuck)
-        await s.until_serving(1, 1)
-        lives = [s.submit(prompt, 400) for prompt in PROMPTS]
-        handles = handles_of(s, hang=(0,))
-        stopping = asyncio.create_task(asyncio.to_thread(stop_pools, handles, 0.1, SILENT_S))
-        try:
-            for live in lives:
-                await live.ended.wait()
-        finally:
-            stuck.let_go.set()
-            while not stopping.done():
-                handles[0].end_calls()
-                await asyncio.sleep(0.01)
-        assert all(live.unreachable for live in lives if live.shard == 0)
-
-
-async def test_a_pool_that_hangs_takes_no_grace_time_when_the_others_have_nothing_left() -> None:
-    async with shards(1, 1) as s:
-        lives = [s.submit(prompt, 100) for prompt in PROMPTS]
-        assert {live.shard for live in lives} == {0, 1}
-        s.wires[0].loss = 1.0
-        handles = handles_of(s, hang=(0,))
-        await asyncio.to_thread(stop_pools, handles, 200.0, SILENT_S)
-        # What it had went on in the other one, which was told of it meanwhile.
-        assert all(live.ended.is_set() for live in lives)
-        await check(lives)
-        assert handles[0].asked == 1
-
-
-async def test_what_only_a_pool_that_hangs_can_serve_is_waited_for() -> None:
+async def test_a_pool_that_hangs_is_waited_for() -> None:
     async with shards(1, 0) as s:
         live = s.submit(PROMPTS[0], 20)
         s.wires[0].loss = 1.0
-        handles = handles_of(s, hang=(0,))
-        stopping = asyncio.create_task(asyncio.to_thread(stop_pools, handles, 200.0, SILENT_S))
-        await until(lambda: handles[1].asked > 5)
+        handles, stopping = stopping_of(s, 200.0)
+        handles[0].hangs = True
+        await until(lambda: handles[1].asked > 2)
         assert not stopping.done()
         assert not live.ended.is_set()
         s.wires[0].loss = 0.0
+        handles[0].hangs = False
         await check([live])
         await stopping
 
 
-async def test_pools_of_which_none_answers_are_waited_for_to_the_end() -> None:
-    async with shards(1, 1) as s:
-        handles = handles_of(s, hang=(0, 1))
-        stopping = asyncio.create_task(asyncio.to_thread(stop_pools, handles, 200.0, 0.01))
-        await asyncio.sleep(0.3)
-        assert not stopping.done()
-        for handle in handles:
-            handle.hangs = False
-            handle.end_calls()
+@pytest.mark.parametrize("grace_s", [0.0, 0.3])
+async def test_a_cut_ends_all_requests_though_a_pool_hangs(
+    grace_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cluster.pool.stopping._CUT_S", 0.2)
+    # None of the requests would move, or end, within the test.
+    config = with_pool(CONFIG, move_s=1000.0)
+    async with shards(1, 1, config=config, step_s=1.0) as s:
+        lives = [s.submit(prompt, 400) for prompt in PROMPTS]
+        assert {live.shard for live in lives} == {0, 1}
+        s.wires[0].loss = 1.0
+        handles, stopping = stopping_of(s, grace_s)
+        handles[0].hangs = True
+        for live in lives:
+            await live.ended.wait()
+            assert live.unreachable
         await stopping

@@ -17,20 +17,21 @@ from typing import Any
 
 import grpc
 import pytest
+from msgspec.msgpack import Decoder
 
-from cluster.transport import endpoint as endpoint_module
-from cluster.transport.codec import FRAME_BYTES_MAX, Messages, NotEncodable
+from cluster.transport import endpoint as endpoint_module, stream as stream_module
 from cluster.transport.credentials import SERVER_NAME, Authority, Key
 from cluster.transport.endpoint import Endpoint, Server, connect
-from cluster.transport.stream import Stream, StreamKind, StreamLost
+from cluster.transport.stream import NotEncodable, Stream, StreamKind, StreamLost
 from tests.cluster.wire import until
 
 HOST = "127.0.0.1"
-ECHO = StreamKind("Echo", calling=Messages(bytes | int), called=Messages(bytes | int))
-LIAR = StreamKind("Echo", calling=Messages(bytes | int), called=Messages(str))
+ECHO = StreamKind("Echo", calling=Decoder(list[bytes | int]), called=Decoder(list[bytes | int]))
+LIAR = StreamKind("Echo", calling=Decoder(list[bytes | int]), called=Decoder(list[str]))
 """The same stream for a caller that expects something else."""
-LAST = StreamKind("Last", calling=Messages(int), called=Messages(bytes))
+LAST = StreamKind("Last", calling=Decoder(list[int]), called=Decoder(list[bytes]))
 """The server says its last words and ends the stream."""
+LAST_WORDS = [0, 1 << 20, 2 << 20]
 
 
 class Served:
@@ -51,8 +52,8 @@ class Served:
             self.ended.append(peer)
 
     async def _end(self, _peer: str, stream: Stream) -> None:
-        for size in range(3):
-            stream.send(bytes(size << 20))
+        for size in LAST_WORDS:
+            stream.send(bytes(size))
 
     async def endpoint(self) -> Endpoint:
         return await self.server.endpoint(HOST, self.key.public_pem)
@@ -75,60 +76,38 @@ async def served() -> AsyncIterator[Served]:
         await made.server.close()
 
 
-async def echoed(stream: Stream, *messages: Any) -> list[Any]:
-    """What comes back, of messages that were sent in frames of their own."""
-    for message in messages:
-        stream.send(message)
-    return await came(stream, len(messages))
-
-
-async def came(stream: Stream, count: int) -> list[Any]:
-    """So many messages."""
-    got: list[Any] = []
-    async for frame in stream.frames():
-        got += frame
-        if len(got) >= count:
-            break
-    return got
+async def echoed(stream: Stream, message: Any) -> list[Any]:
+    """What comes back."""
+    stream.send(message)
+    return await anext(stream.frames())
 
 
 # --------------------------------------------------------------------------- messages
 
 
-@pytest.mark.parametrize("size", [1, 70_000, 3_000_000])
-async def test_messages_of_any_size_arrive_whole_and_in_order(size: int) -> None:
-    async with served() as s:
-        messages = [bytes((index + n) % 251 for index in range(size)) for n in range(3)]
-        assert await echoed(await s.caller(), *messages) == messages
-
-
-async def test_last_words_arrive() -> None:
-    async with served() as s:
-        stream = await s.caller(LAST)
-        assert [len(words) for words in await came(stream, 4)] == [0, 1 << 20, 2 << 20]
-
-
-async def test_what_is_sent_together_arrives_together() -> None:
+async def test_what_is_sent_arrives_whole_in_order_and_as_it_was_put_together() -> None:
     async with served() as s:
         stream = await s.caller()
-        stream.send(1, b"two", 3)
-        assert await anext(stream.frames()) == [1, b"two", 3]
+        frames: list[list[Any]] = [[bytes(range(251)) * size] for size in (1, 300, 12_000)]
+        frames.append([1, b"two", 3])
+        for frame in frames:
+            stream.send(*frame)
+        receives = stream.frames()
+        assert [await anext(receives) for _ in frames] == frames
+        # A server's last words arrive before it ends the stream.
+        last = await s.caller(LAST)
+        assert [len(words) async for frame in last.frames() for words in frame] == LAST_WORDS
 
 
-async def test_what_is_too_large_for_one_frame_arrives_in_order() -> None:
-    async with served() as s:
-        stream = await s.caller()
-        sent = [bytes([n]) * (FRAME_BYTES_MAX // 3) for n in range(4)]
-        stream.send(*sent)
-        assert await came(stream, len(sent)) == sent
-
-
-@pytest.mark.parametrize("value", [object(), 1 << 70, "\ud800", bytes(FRAME_BYTES_MAX)])
-async def test_what_cannot_be_sent_is_refused_before_it_is(value: Any) -> None:
+@pytest.mark.parametrize("value", [object(), 1 << 70, "\ud800", bytes(1000)])
+async def test_what_cannot_be_sent_is_refused_before_it_is(
+    value: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream_module, "FRAME_BYTES_MAX", 1000)
     async with served() as s:
         stream = await s.caller()
         with pytest.raises(NotEncodable):
-            stream.send(value)
+            stream.send(2, value)
         assert await echoed(stream, 3) == [3]
 
 

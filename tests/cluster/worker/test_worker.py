@@ -14,22 +14,33 @@ from typing import Any
 import pytest
 
 from cluster.worker.worker import ReplicaUnhealthy, Worker
-from scheduler.messages import BatchKind
+from scheduler.messages import Batch, BatchKind
 from tests.cluster.fakes import ClockAhead, FakeReplica, perfect
 from tests.cluster.pool.rig import CONFIG, Stuck, check, shards
 from tests.cluster.wire import Wire, until
 
 
-class Broken(FakeReplica):
-    """Raises on the batches whose numbers are in `bad`."""
+class Failing(FakeReplica):
+    """Raises on the batches that `fails` says, by how many there were; `for_good`: it is broken
+    then."""
 
-    bad: range = range(0)
-    bad_kinds: tuple[BatchKind, ...] = tuple(BatchKind)
+    def __init__(self, fails: Callable[[int, Batch], bool], for_good: bool = False) -> None:
+        super().__init__()
+        self._fails, self._for_good = fails, for_good
+        self.begun = 0
 
-    def step(self, batch: Any, *rest: Any) -> Any:
-        if batch.id in self.bad and batch.kind in self.bad_kinds:
-            raise MemoryError("too much")
+    def step(self, batch: Batch, *rest: Any) -> Any:
+        self.begun += 1
+        if self._fails(self.begun, batch):
+            error = RuntimeError("rank 1 has ended")
+            self.broken = error if self._for_good else None
+            raise error
         return super().step(batch, *rest)
+
+    def release(self, sequence_ids: Iterable[str]) -> None:
+        if self.broken is not None:
+            raise self.broken
+        super().release(sequence_ids)
 
 
 async def ended(worker: Worker, match: str) -> ReplicaUnhealthy:
@@ -69,22 +80,16 @@ async def test_a_result_that_cannot_be_sent_is_a_failed_batch() -> None:
 
 async def test_a_batch_that_fails_is_tried_again() -> None:
     async with shards(0) as w:
-        fake = Broken()
-        fake.bad = range(2, 4)
-        worker = await w.add_replica(fake=fake)
+        worker = await w.add_replica(fake=Failing(lambda begun, _batch: begun in (2, 3)))
         live = w.submit([7, 8], 10)
         await check([live])
         worker.check()
 
 
-@pytest.mark.parametrize("kinds", [(BatchKind.PREFILL,), (BatchKind.SPECULATE,)])
-async def test_a_replica_whose_batches_of_a_kind_all_fail_is_unhealthy(
-    kinds: tuple[BatchKind, ...],
-) -> None:
+@pytest.mark.parametrize("kind", [BatchKind.PREFILL, BatchKind.SPECULATE])
+async def test_a_replica_whose_batches_of_a_kind_all_fail_is_unhealthy(kind: BatchKind) -> None:
     async with shards(0) as w:
-        fake = Broken()
-        fake.bad, fake.bad_kinds = range(1, 1000), kinds
-        worker = await w.add_replica(fake=fake)
+        worker = await w.add_replica(fake=Failing(lambda _begun, batch: batch.kind is kind))
         live = w.submit([7, 8], 10)
         await ended(worker, "in a row")
         assert live.finish is None, "the replica is broken, not the request"
@@ -92,65 +97,35 @@ async def test_a_replica_whose_batches_of_a_kind_all_fail_is_unhealthy(
         await check([live])
 
 
-class Breaking(FakeReplica):
-    """Breaks for good in the batch number `at`, and then in all that it is asked for."""
-
-    def __init__(self, at: int) -> None:
-        super().__init__()
-        self.at = at
-        self.begun = 0
-
-    def step(self, batch: Any, *rest: Any) -> Any:
-        self.begun += 1
-        if self.begun >= self.at:
-            self.broken = RuntimeError("rank 1 has ended")
-            raise self.broken
-        return super().step(batch, *rest)
-
-    def release(self, sequence_ids: Iterable[str]) -> None:
-        if self.broken is not None:
-            raise self.broken
-        super().release(sequence_ids)
-
-
-async def test_a_replica_that_breaks_in_a_batch_leaves_at_once_with_all_it_holds() -> None:
+@pytest.mark.parametrize("in_a_batch", [True, False])
+async def test_a_replica_that_breaks_leaves_at_once_with_all_it_holds(in_a_batch: bool) -> None:
     async with shards(0) as w:
-        fake = Breaking(at=3)
-        worker = await w.add_replica(fake=fake)
-        lives = [w.submit([7, n], 40) for n in range(4)]
-        assert (await ended(worker, "it is broken: rank 1 has ended")).by_batch
-        await until(lambda: not w.wire.replicas)
-        assert fake.begun == 3, "no batch was tried on what is broken"
-        await w.add_replica()
-        await check(lives)
-        assert any(live.record.deaths for live in lives)
-
-
-async def test_a_replica_that_breaks_with_nothing_to_do_leaves_by_no_batch() -> None:
-    async with shards(0) as w:
-        fake = Breaking(at=1000)
+        fake = Failing(lambda begun, _batch: begun == 3, for_good=True)
         worker = await w.add_replica(fake=fake)
         worker.check()
-        fake.broken = RuntimeError("rank 1 has ended")
+        lives = [w.submit([7, n], 40) for n in range(4)] if in_a_batch else []
+        if not in_a_batch:
+            fake.broken = RuntimeError("rank 1 has ended")
         await until(lambda: not w.wire.replicas)
-        assert not (await ended(worker, "it is broken: rank 1 has ended")).by_batch
-        assert fake.begun == 0
+        unhealthy = await ended(worker, "it is broken: rank 1 has ended")
+        assert unhealthy.by_batch == in_a_batch
+        assert fake.begun == (3 if in_a_batch else 0), "no batch was tried on what is broken"
+        await w.add_replica()
+        await check(lives)
+        assert any(live.record.deaths for live in lives) == in_a_batch
 
 
 async def test_a_replica_that_breaks_while_it_drains_delays_no_request() -> None:
     async with shards(0) as w:
-        fake = Breaking(at=3)
-        worker = await w.add_replica(fake=fake)
-        begins = fake.step
         held, drains = threading.Event(), threading.Event()
 
-        def step(batch: Any, *rest: Any) -> Any:
-            if fake.begun == 2:
+        def fails(begun: int, _batch: Batch) -> bool:
+            if begun == 3:
                 held.set()
                 drains.wait(100)
-            return begins(batch, *rest)
+            return begun == 3
 
-        fake.step = step  # type: ignore[method-assign]
+        worker = await w.add_replica(fake=Failing(fails, for_good=True))
         live = w.submit([7, 8], 400)
         await until(held.is_set)
         async with asyncio.timeout(CONFIG.actors.drain_s / 2):

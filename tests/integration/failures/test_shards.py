@@ -28,7 +28,7 @@ STREAMS = 24
 def hosted() -> Iterator[HostedCluster]:
     config = cluster_config(
         replicas=2,
-        pool={"shards": 2, "beat_s": 0.2},
+        pool={"shards": 2},
         scheduler={"rows_max": 4, "steps_per_batch_max": 2},
     )
     plan = Plan(config, fake_loader(step_s=0.05, prefill_s=0.05), load_fake_text)

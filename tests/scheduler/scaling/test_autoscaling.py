@@ -30,7 +30,6 @@ class Load:
     serving: int
     tokens_per_s: float
     committed_per_s: float = 0.0
-    partial: bool = False
 
     def wanted(
         self, config: AutoscalingConfig, wanted: int, state: ScalingState, now_s: float
@@ -43,9 +42,7 @@ class Load:
             outstanding_tokens=self.outstanding_tokens,
             tokens_per_s=self.committed_per_s,
         )
-        return wanted_replicas(
-            config, status, self.tokens_per_s, wanted, state, now_s, self.partial
-        )
+        return wanted_replicas(config, status, self.tokens_per_s, wanted, state, now_s)
 
 
 times = st.floats(0.0, 1000.0)
@@ -73,7 +70,6 @@ loads = st.builds(
     serving=st.integers(0, 15),
     tokens_per_s=st.floats(1.0, 1e4),
     committed_per_s=st.floats(0.0, 1e5),
-    partial=st.booleans(),
 )
 states = st.builds(ScalingState, high_since_s=past, low_since_s=past, live_s=past)
 
@@ -85,17 +81,6 @@ def test_the_number_is_within_the_bounds_and_no_live_request_without_a_replica(
     number, _ = load.wanted(config, wanted, state, now_s)
     least = max(config.min_replicas, 1 if load.waiting else 0)
     assert least <= number <= config.max_replicas
-
-
-@given(configs(), st.lists(loads, min_size=1, max_size=6), st.integers(0, 12), states, times)
-def test_nothing_is_removed_while_a_part_cannot_be_seen(
-    config: AutoscalingConfig, seen: list[Load], wanted: int, state: ScalingState, now_s: float
-) -> None:
-    for load in seen:
-        number, state = replace(load, partial=True).wanted(config, wanted, state, now_s)
-        assert number >= min(wanted, config.max_replicas)
-        assert state.low_since_s is None
-        wanted, now_s = number, now_s + 100.0
 
 
 @given(

@@ -9,7 +9,7 @@ from random import Random
 import pytest
 
 from scheduler.messages import FinishReason
-from scheduler.scaling import ShardLoad, choose_shard, merged_status, next_shard, shard_of_rank
+from scheduler.scaling import ShardLoad, choose_shard, merged_status, shard_of_rank
 from scheduler.status import PoolStatus
 
 
@@ -47,32 +47,6 @@ def test_the_shard_that_is_done_first_is_chosen(
 def test_among_equals_each_has_its_turn() -> None:
     equals = [ShardLoad(1, 7)] * 4
     assert [choose_shard(equals, 5, turn) for turn in range(8)] == [0, 1, 2, 3, 0, 1, 2, 3]
-
-
-@pytest.mark.parametrize(
-    ("loads", "full", "offered"),
-    [
-        ([ShardLoad(1, 0)], {0}, None),
-        ([ShardLoad(1, 0), ShardLoad(1, 900), ShardLoad(1, 800)], {0}, 2),
-        ([ShardLoad(1, 0), ShardLoad(1, 900), ShardLoad(1, 800)], {0, 2}, 1),
-        ([ShardLoad(1, 0), ShardLoad(1, 900), ShardLoad(1, 800)], {0, 1, 2}, None),
-        ([ShardLoad(1, 9), ShardLoad(1, 0, answers=False)], {0}, None),
-        # It would wait there until it may move, and come back past the bound.
-        ([ShardLoad(1, 9), ShardLoad(0, 0)], {0}, None),
-        ([ShardLoad(1, 9), ShardLoad(0, 0), ShardLoad(1, 99)], {0}, 2),
-        # Nobody serves yet: each queue holds what it can.
-        ([ShardLoad(0, 9), ShardLoad(0, 0)], {0}, 1),
-        ([ShardLoad(0, 9), ShardLoad(2, 0)], {0}, 1),
-        # It would refuse for good what the full one will have room for.
-        ([ShardLoad(1, 9), ShardLoad(1, 0, length_max=99)], {0}, None),
-        ([ShardLoad(1, 9), ShardLoad(1, 0, length_max=99), ShardLoad(1, 99)], {0}, 2),
-        ([ShardLoad(1, 9, length_max=99), ShardLoad(1, 0, length_max=100)], {0}, 1),
-    ],
-)
-def test_what_a_shard_has_no_room_for_is_offered_to_the_next_that_serves(
-    loads: list[ShardLoad], full: set[int], offered: int | None
-) -> None:
-    assert {next_shard(loads, full, 5, turn, 100) for turn in range(4)} == {offered}
 
 
 def test_choosing_keeps_shards_of_unlike_size_equally_far_behind() -> None:

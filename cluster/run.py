@@ -1,0 +1,248 @@
+"""A cluster begun from this process: Ray, Serve, the application and the pools, and their stop.
+
+How the application fares is what Serve's controller says of it. Whose the Ray below it is decides
+what a stop ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Callable
+
+import ray
+from ray import serve
+from ray._private import worker
+from ray.actor import ActorHandle
+from ray.serve import Application, RunTarget
+from ray.serve.config import HTTPOptions, gRPCOptions
+from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, DeploymentStatusOverview
+from ray.util import list_named_actors
+
+from cluster.app import APP_NAME, REPLICA, SERVICER_FUNCTIONS, build_app
+from cluster.config import ClusterConfig
+from cluster.pool.protocol import NAMESPACE
+from cluster.pool.stopping import stop_pools
+
+_LOOK_S = 0.25
+"""Between two looks; each is work for Serve's controller."""
+_DELETE_S = 10.0
+"""For Serve to notice what was killed; it looks several times a second."""
+_ENVELOPE_BYTES_MAX = 1 << 20
+"""What Serve sends along with a message between its own processes: pickled metadata."""
+
+
+class StartFailed(RuntimeError):
+    """The application did not come up; the message says why."""
+
+
+def ray_environment(config: ClusterConfig) -> dict[str, str]:
+    """Variables for the processes of a Ray that is begun for this cluster, on one machine."""
+    transport_bytes = 4 * config.frontend.message_bytes_max
+    return {
+        "RAY_USAGE_STATS_ENABLED": "0",
+        # By default Ray's workers yield to every other process of the machine: beside one that is
+        # always busy a replica of two threads took thirty times as long for a step.
+        "RAY_worker_niceness": "0",
+        # Torch's threads wait for one another awake for some 20 us, then asleep. Asleep at once a
+        # pass takes up to half longer on an idle machine; awake for longer, several times as long
+        # beside a busy process, where one spins away the time of the one that it waits for.
+        "GOMP_SPINCOUNT": "1000",
+        # Workers keep the jemalloc that Ray starts with: steps allocate and free all the time. With
+        # it a chat model is 4 to 16 % faster, and less memory is left in pieces.
+        "RAY_LD_PRELOAD_ON_WORKERS": "1",
+        # The proxies' own limit; up to it the frontend says what is wrong, above it gRPC does.
+        "RAY_SERVE_GRPC_MAX_MESSAGE_SIZE": str(transport_bytes),
+        # Three of these until a dead proxy is replaced; by default no client gets in for 30 s.
+        "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
+        # From the proxy to the frontend by gRPC: there a chunk costs half of what it costs as an
+        # object of Ray's. Such a call ends with the process, but not with its machine.
+        "RAY_SERVE_PROXY_USE_GRPC": "1",
+        # There whatever the proxy takes must pass, with what Serve puts around it.
+        "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(transport_bytes + _ENVELOPE_BYTES_MAX),
+        # Serve's own counts; by default each of its replicas writes them ten times a second.
+        "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "1000",
+    }
+
+
+class ClusterRun:
+    """A cluster begun here; `stop` ends what was begun, and nothing of others."""
+
+    def __init__(self, config: ClusterConfig) -> None:
+        self._config = config
+        self._connected = False
+        self._began_ray = False
+        self._began_serve = False
+        self.updates = False
+        """There was an application before, whose replicas serve until Serve stops them."""
+
+    def start(self, app: Application | None = None, *, quiet: bool = False) -> None:
+        """`deploy`, and return when all replicas are up. Raises StartFailed as `wait_until`."""
+        self.deploy(app, quiet=quiet)
+        self.wait_until(lambda all_up: all_up)
+
+    def deploy(
+        self, app: Application | None = None, *, quiet: bool = False, join_ray: bool = False
+    ) -> None:
+        """Start Ray, Serve and the application, and do not wait for the application.
+
+        A Ray that this process is connected to is used. Else a new one is started; with `join_ray`
+        only if none is found, through RAY_ADDRESS or on this machine.
+        """
+        if not ray.is_initialized():
+            for name, value in ray_environment(self._config).items():
+                os.environ.setdefault(name, value)
+            ray.init(
+                address=None if join_ray else "local",
+                include_dashboard=False,
+                log_to_driver=not quiet,
+                logging_level=logging.ERROR if quiet else logging.INFO,
+            )
+            self._connected = True
+            self._began_ray = _began_ray_here()
+        if quiet:
+            logging.getLogger("ray.serve").setLevel(logging.ERROR)
+        before = serve.status()
+        self._began_serve |= not (before.proxies or before.applications)
+        self.updates = APP_NAME in before.applications
+        server = self._config.server
+        serve.start(
+            proxy_location="EveryNode",
+            http_options=HTTPOptions(host=server.http_host, port=server.http_port),
+            grpc_options=gRPCOptions(
+                port=server.grpc_port, grpc_servicer_functions=list(SERVICER_FUNCTIONS)
+            ),
+            logging_config={"enable_access_log": False},
+        )
+        # `serve.run` would wait for every replica, and without a bound.
+        serve.run_many(
+            [RunTarget(app or build_app(self._config), APP_NAME, route_prefix="/")],
+            wait_for_ingress_deployment_creation=False,
+            wait_for_applications_running=False,
+        )
+
+    def wait_until(
+        self, done: Callable[[bool], bool], sleep: Callable[[float], object] = time.sleep
+    ) -> None:
+        """Returns when `done` says so, which is told whether all replicas are up.
+
+        Raises StartFailed when Serve gives up, and after `actors.start_s`.
+        """
+        bound_s = self._config.actors.start_s
+        deadline_s = time.monotonic() + bound_s
+        while not done(_is_running()):
+            if time.monotonic() > deadline_s:
+                late = f"not up within {bound_s:g} s (actors.start_s)"
+                raise StartFailed("; ".join([late, *_reports()]))
+            sleep(_LOOK_S)
+
+    @property
+    def replicas_up(self) -> int:
+        application = _application()
+        found = application.deployments.get(REPLICA) if application else None
+        return _up(found) if found else 0
+
+    def stop(self, at_once: bool = False) -> None:
+        """Let requests finish within the grace time, then stop the application and the pool.
+
+        New requests are refused meanwhile; with `at_once` the running ones are cut, too, and
+        replicas are killed. Serve and Ray are stopped if they were started here; a Ray that was
+        joined is let go.
+        """
+        if not ray.is_initialized():
+            return
+        pools: list[ActorHandle] = []
+        for name in self._config.pool_names:
+            with contextlib.suppress(ValueError):
+                pools.append(ray.get_actor(name, namespace=NAMESPACE))
+        grace_s = 0.0 if at_once else self._config.actors.drain_s
+        stop_pools(pools, grace_s)
+        # A Ray that was begun here takes everything with it; one that was joined, nothing.
+        if not (at_once and self._began_ray):
+            # Before Serve as a whole: its proxies live on until the last answers are delivered.
+            if _application() is not None:
+                serve.delete(APP_NAME, _blocking=not at_once)
+            if at_once:
+                _kill_replicas()
+            if self._began_serve:
+                serve.shutdown()
+        for pool in pools:
+            ray.kill(pool)
+        if self._connected:
+            ray.shutdown()
+        self._connected = self._began_ray = self._began_serve = False
+
+
+def _began_ray_here() -> bool:
+    """Whether this process has begun the Ray that it is connected to; False if it was joined.
+
+    `ray.init` does not say which of the two it did. `ray.shutdown` decides by the same node what
+    it ends; a Ray client (`ray://`) has none.
+    """
+    node = worker._global_node
+    return node is not None and bool(node.is_head())
+
+
+# --------------------------------------------------------------------------- what Serve says
+
+
+def _application() -> ApplicationStatusOverview | None:
+    return serve.status().applications.get(APP_NAME)
+
+
+def _kill_replicas() -> None:
+    """Kill those of the application that is deleted: Serve lets each drain first, also one that
+    still loads. After ten seconds the rest is left to Serve."""
+    deadline_s = time.monotonic() + _DELETE_S
+    while (application := _application()) and time.monotonic() < deadline_s:
+        # Before that Serve would replace them.
+        if application.status == ApplicationStatus.DELETING:
+            for actor in list_named_actors(all_namespaces=True):
+                if actor["name"].startswith(f"SERVE_REPLICA::{APP_NAME}#"):
+                    # It may have ended by itself.
+                    with contextlib.suppress(ValueError):
+                        ray.kill(ray.get_actor(**actor))
+        time.sleep(_LOOK_S)
+
+
+def _is_running() -> bool:
+    application = _application()
+    if application is None:
+        raise StartFailed("the application was deleted while it started")
+    if application.status == ApplicationStatus.DEPLOY_FAILED:
+        # Serve itself says which deployments failed, and not why.
+        reasons = _raised(application) or [_one_line(application.message)]
+        raise StartFailed("; ".join(reasons))
+    return bool(application.status == ApplicationStatus.RUNNING)
+
+
+def _reports() -> list[str]:
+    """What there is of each deployment, and what Serve says of it."""
+    application = _application()
+    deployments = application.deployments if application else {}
+    return [
+        f"{name}: {_up(one)} up" + (f" ({_one_line(one.message)})" if one.message else "")
+        for name, one in deployments.items()
+    ]
+
+
+def _raised(application: ApplicationStatusOverview) -> list[str]:
+    """What each deployment that failed has raised, without the way there; each once."""
+    said: dict[str, None] = {}
+    for one in application.deployments.values():
+        lines = one.message.strip().splitlines()
+        frames = [number for number, line in enumerate(lines) if line.startswith("  ")]
+        # Without a frame it is no traceback: something is slow, and another deployment's fault.
+        if frames:
+            said[" ".join(lines[frames[-1] + 1 :])] = None
+    return list(said)
+
+
+def _up(deployment: DeploymentStatusOverview) -> int:
+    return int(deployment.replica_states.get("RUNNING", 0))
+
+
+def _one_line(message: str) -> str:
+    return " ".join(message.split())
