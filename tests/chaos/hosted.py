@@ -191,6 +191,20 @@ class HostedCluster:
         """Until the pool has so many; none of them may end before the last one has come."""
         return self.wait_for(lambda status: status.running + status.waiting == count)
 
+    def wait_for_tokens(self, more: int) -> None:
+        """Until the replicas, whichever they are, have committed so many tokens from now on."""
+        last = self.wait_for(lambda _status: True).tokens_committed
+        seen = 0
+
+        def enough(status: pb.StatusResponse) -> bool:
+            nonlocal last, seen
+            # A replica's count goes with it, and all of them with their pool.
+            seen += max(status.tokens_committed - last, 0)
+            last = status.tokens_committed
+            return seen > more
+
+        self.wait_for(enough)
+
     def wait_until_idle(self, bound_s: float = 60.0) -> pb.StatusResponse:
         """Until no sequence and no KV block is left over."""
         return self.wait_for(idle, bound_s)

@@ -70,11 +70,9 @@ def lose_while_streams_run(hosted: HostedCluster, node_id: str) -> list[Outcome]
     there = [one.pid for kind in KINDS for one in hosted.processes(kind) if one.node_id == node_id]
     assert there
 
-    before = hosted.wait_for(lambda _status: True).tokens_committed
-
     def lose() -> None:
         hosted.wait_for_requests(STREAMS)
-        hosted.wait_for(lambda status: status.tokens_committed > before + 600)
+        hosted.wait_for_tokens(400)
         hosted.lose_node(node_id)
 
     outcomes = serve(hosted.address, fake_asks(STREAMS, tokens=TOKENS), lose)
@@ -193,7 +191,7 @@ def kill_one(hosted: HostedCluster, right: list[list[int]], lost: int) -> None:
     answers: list[list[list[int]]] = []
     load = threading.Thread(target=lambda: answers.append(served(hosted)), daemon=True)
     load.start()
-    hosted.wait_for(lambda status: status.tokens_committed > seen.tokens_committed)
+    hosted.wait_for_tokens(0)
     os.kill(before[lost].pid, signal.SIGKILL)
     load.join(240)
     assert answers == [right]

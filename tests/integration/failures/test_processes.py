@@ -124,21 +124,6 @@ def kill(pid: int) -> None:
     os.kill(pid, signal.SIGKILL)
 
 
-def wait_for_tokens(hosted: HostedCluster, more: int) -> None:
-    """Until the replicas, whichever they are, have committed so many tokens from now on."""
-    last = hosted.wait_for(lambda _status: True).tokens_committed
-    seen = 0
-
-    def enough(status: pb.StatusResponse) -> bool:
-        nonlocal last, seen
-        # A replica's count goes with it, and all of them with their pool.
-        seen += max(status.tokens_committed - last, 0)
-        last = status.tokens_committed
-        return seen > more
-
-    hosted.wait_for(enough)
-
-
 # --------------------------------------------------------------------------- replicas
 
 
@@ -197,9 +182,9 @@ def test_a_killed_pool_alone_or_with_a_replica_silences_no_stream_for_long(
 ) -> None:
     def disturb() -> None:
         hosted.wait_for_requests(STREAMS)
-        wait_for_tokens(hosted, 400)
+        hosted.wait_for_tokens(400)
         kill(hosted.process("pool").pid)
-        wait_for_tokens(hosted, 300)
+        hosted.wait_for_tokens(300)
         for victim in (hosted.processes("replica")[0], hosted.process("pool")):
             kill(victim.pid)
 
@@ -279,7 +264,7 @@ def test_a_killed_frontend_and_a_killed_proxy_cost_the_caller_nothing(
     def kill_both() -> None:
         nonlocal killed_s
         hosted.wait_for(lambda status: status.running == len(asks))
-        wait_for_tokens(hosted, 300)
+        hosted.wait_for_tokens(300)
         kill(frontends[0].pid)
         time.sleep(1.0)
         killed_s = time.monotonic()
