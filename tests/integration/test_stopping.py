@@ -57,7 +57,6 @@ class Served:
 def serving(
     pair: tuple[Path, Path],
     directory: Path,
-    grace_s: float,
     ray_address: str,
     replicas: int = 1,
     **actors: float,
@@ -72,7 +71,7 @@ def serving(
         "grpc_port": free_port(),
         "http_port": free_port(),
         "replicas": replicas,
-        "actors": {"drain_s": grace_s, **actors},
+        "actors": {"drain_s": GRACE_S, **actors},
     }
     config = directory / "settings.yaml"
     config.write_text(yaml.safe_dump(settings))
@@ -131,21 +130,14 @@ def wait_for(condition: Callable[[], bool], wrong: str, pause_s: float = 0.005) 
 
 def nothing_is_left_on(ray_address: str) -> None:
     """Returns when no actor has a name there and the GPU is free; Ray's books may lag behind."""
-    wait_for(lambda: left_on(ray_address) == ["[]", "1.0"], "something is left", 0.5)
-
-
-def left_on(ray_address: str) -> list[str]:
-    """Named actors, and the GPUs that are free."""
+    look = [sys.executable, "-c", _LOOK]
     environment = {**os.environ, "RAY_ADDRESS": ray_address}
-    looked = subprocess.run(
-        [sys.executable, "-c", _LOOK],
-        env=environment,
-        stdout=subprocess.PIPE,
-        check=True,
-        text=True,
-        timeout=STOP_S,
-    )
-    return looked.stdout.splitlines()
+
+    def is_empty() -> bool:
+        seen = subprocess.check_output(look, env=environment, text=True, timeout=STOP_S)
+        return seen.splitlines() == ["[]", "1.0"]
+
+    wait_for(is_empty, "something is left", 0.5)
 
 
 @dataclass
@@ -239,7 +231,7 @@ def test_what_runs_is_finished_what_is_new_refused_and_nothing_left_on_a_ray_tha
 ) -> None:
     # There is a GPU for one of the two.
     wanted = {"replicas": 2, "replica_gpus": 1}
-    with serving(pair, tmp_path, GRACE_S, somebodys_ray, **wanted) as served:
+    with serving(pair, tmp_path, somebodys_ray, **wanted) as served:
         said = " ".join(served.log.read_text(errors="replace").split())
         assert "on 1 of 2 replica(s)" in said
         streams = Streams(served.address, 8)
@@ -266,7 +258,7 @@ def test_what_finds_no_place_in_time_says_so_in_a_line(
     pair: tuple[Path, Path], tmp_path: Path, somebodys_ray: str
 ) -> None:
     wanted = {"replica_gpus": 2, "start_s": 3.0}
-    with serving(pair, tmp_path, GRACE_S, somebodys_ray, **wanted) as served:
+    with serving(pair, tmp_path, somebodys_ray, **wanted) as served:
         assert served.process.wait(STOP_S) == 1
         said = served.log.read_text(errors="replace")
         # Ray's own processes may print what they like; it stands behind their names.
