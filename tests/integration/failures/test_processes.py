@@ -28,6 +28,7 @@ from scheduler.messages import Action, Event, Submit
 from tests.chaos.answers import cut, fake_bases
 from tests.chaos.hosted import HostedCluster, Plan, cluster_config
 from tests.chaos.load import (
+    PLAIN,
     Ask,
     all_right,
     fake_asks,
@@ -236,7 +237,8 @@ def long_ask(number: int) -> Ask:
     """Twelve streams and four unary calls; every third one samples; every other one has stop
     strings that only ever begin."""
     text = load_fake_text(ReplicaConfig())
-    (base,) = fake_bases([text.encode(f"héllo {'wörld ' * (number % 4)}{number}")], LONG_TOKENS)
+    said = text.encode(f"héllo {'wörld ' * (number % 4)}{number}")
+    (base,) = fake_bases([(PLAIN, *said)], LONG_TOKENS)
     message = pb.GenerateRequest(
         prompt_token_ids=pb.TokenIds(ids=base.prompt),
         max_new_tokens=LONG_TOKENS,
