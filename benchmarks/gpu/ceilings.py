@@ -76,7 +76,7 @@ def measure_rates(device: torch.device, dtype: torch.dtype) -> Rates:
     on_gpu = device.type == "cuda"
     copied_bytes = 2**31 if on_gpu else 2**27
     copy_s = _copy_s(copied_bytes, device)
-    side = 8192 if on_gpu else 1024
+    side = 8192 if on_gpu else 256
     left = torch.randn(side, side, dtype=dtype, device=device)
     product = torch.empty_like(left)
     product_s = _best_s(lambda: torch.mm(left, left, out=product), device)

@@ -16,7 +16,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -131,7 +131,11 @@ class HostedCluster:
 
     def deploy(self, config: ClusterConfig) -> None:
         """The same cluster with other settings; returns when Serve says that it is done."""
-        self._call("deploy", config)
+        self.become(replace(self._plan, config=config))
+
+    def become(self, plan: Plan) -> None:
+        """Deploys another plan on the Ray and the ports that are there."""
+        self._call("deploy", plan)
 
     def lose_node(self, node_id: str) -> None:
         """SIGKILL to all that runs on a worker node."""
@@ -186,6 +190,20 @@ class HostedCluster:
     def wait_for_requests(self, count: int) -> pb.StatusResponse:
         """Until the pool has so many; none of them may end before the last one has come."""
         return self.wait_for(lambda status: status.running + status.waiting == count)
+
+    def wait_for_tokens(self, more: int) -> None:
+        """Until the replicas, whichever they are, have committed so many tokens from now on."""
+        last = self.wait_for(lambda _status: True).tokens_committed
+        seen = 0
+
+        def enough(status: pb.StatusResponse) -> bool:
+            nonlocal last, seen
+            # A replica's count goes with it, and all of them with their pool.
+            seen += max(status.tokens_committed - last, 0)
+            last = status.tokens_committed
+            return seen > more
+
+        self.wait_for(enough)
 
     def wait_until_idle(self, bound_s: float = 60.0) -> pb.StatusResponse:
         """Until no sequence and no KV block is left over."""
@@ -279,17 +297,17 @@ class _Held:
             ),
             logging_config={"enable_access_log": False},
         )
-        self.deploy(plan.config)
+        self.deploy(plan)
 
-    def deploy(self, config: ClusterConfig) -> None:
+    def deploy(self, plan: Plan) -> None:
         from ray import serve
 
         from cluster import app
 
-        load, load_text = self._plan.load or app.load_replica, self._plan.load_text
-        application = app.build_app(config, load, load_text or TargetText.load)
+        load, load_text = plan.load or app.load_replica, plan.load_text or TargetText.load
+        application = app.build_app(plan.config, load, load_text)
         # As `ClusterRun` does it, but so that replicas can be told to come and go one by one.
-        external = config.autoscaling is None
+        external = plan.config.autoscaling is None
         serve.run(
             application, name=app.APP_NAME, route_prefix="/", external_scaler_enabled=external
         )

@@ -61,7 +61,6 @@ class Outcome:
     ask: Ask
     began_s: float
     ended_s: float = 0.0
-    first_s: float | None = None
     tokens: list[int] = field(default_factory=list)
     text: str = ""
     end: pb.End | None = None
@@ -70,8 +69,6 @@ class Outcome:
     """How often the request's id came back."""
     silence_s: float = 0.0
     """Longest time between two chunks."""
-    silent_from_s: float = 0.0
-    """When that silence began."""
     code: grpc.StatusCode = grpc.StatusCode.OK
     details: str = ""
     cancelled: bool = False
@@ -158,7 +155,6 @@ async def put(client: AsyncClient, ask: Ask, bound_s: float = ANSWER_S_MAX) -> O
 
 async def _unary(client: AsyncClient, outcome: Outcome) -> None:
     response = await client.generate(outcome.ask.message)
-    outcome.first_s = time.monotonic()
     outcome.tokens.extend(response.token_ids)
     outcome.text = response.text
     outcome.end, outcome.ends = response.end, 1
@@ -169,11 +165,8 @@ async def _stream(client: AsyncClient, outcome: Outcome) -> None:
     last_s: float | None = None
     async for chunk in client.stream(outcome.ask.message):
         now_s = time.monotonic()
-        if last_s is not None and now_s - last_s > outcome.silence_s:
-            outcome.silence_s, outcome.silent_from_s = now_s - last_s, last_s
+        outcome.silence_s = max(outcome.silence_s, now_s - (last_s or now_s))
         last_s = now_s
-        if chunk.token_ids and outcome.first_s is None:
-            outcome.first_s = now_s
         outcome.named += bool(chunk.request_id)
         outcome.tokens.extend(chunk.token_ids)
         outcome.text += chunk.text
@@ -239,6 +232,16 @@ def serve_during(address: str, asks: Sequence[Ask], disturb: Callable[[], None])
         return outcomes
 
     return asyncio.run(run())
+
+
+def longest_silence_s(outcomes: Sequence[Outcome]) -> float:
+    """Within a stream."""
+    return max((outcome.silence_s for outcome in outcomes), default=0.0)
+
+
+def recovered(outcomes: Sequence[Outcome]) -> list[int]:
+    """How often each request that has ended began again."""
+    return [outcome.end.recovered for outcome in outcomes if outcome.end is not None]
 
 
 def all_right(outcomes: Sequence[Outcome]) -> None:

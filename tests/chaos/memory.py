@@ -1,4 +1,4 @@
-"""Whether anything grows: the resident memory of a cluster's processes, and a line through it."""
+"""Whether anything grows: the resident memory of a cluster's processes."""
 
 from __future__ import annotations
 
@@ -7,39 +7,14 @@ import os
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
 from pathlib import Path
-from statistics import linear_regression, pvariance
 from typing import Any
 
 from benchmarks.shared.processes import Process
 from tests.chaos.hosted import HostedCluster
 
 EVERY_S = 5.0
-
-
-@dataclass(frozen=True)
-class Fit:
-    """A line through the memory of one process."""
-
-    samples: int
-    first_mib: float
-    last_mib: float
-    peak_mib: float
-    mib_per_hour: float
-    error_mib_per_hour: float
-    """Standard error of the slope; memory grows in jumps, so it flatters."""
-
-
-def fit(samples: Sequence[tuple[float, float]]) -> Fit:
-    """Least squares over at least two (seconds, MiB)."""
-    count = len(samples)
-    times, values = zip(*samples, strict=True)
-    slope, first = linear_regression(times, values)
-    rest = sum((mib - first - slope * at_s) ** 2 for at_s, mib in samples)
-    error = (rest / (count - 2) / count / pvariance(times)) ** 0.5 if count > 2 else 0.0
-    return Fit(count, values[0], values[-1], max(values), slope * 3600, error * 3600)
 
 
 class Memory:
@@ -71,15 +46,13 @@ class Memory:
 
     def figures(self, after_s: float) -> list[dict[str, Any]]:
         """Of each process with two samples at least since then."""
-        late = {
-            process: [sample for sample in samples if sample[0] >= after_s]
-            for process, samples in self._samples.items()
-        }
-        return [
-            {"kind": process.kind, "pid": process.pid} | asdict(fit(samples))
-            for process, samples in late.items()
-            if len(samples) > 1
-        ]
+        figures = []
+        for process, samples in self._samples.items():
+            late = [mib for at_s, mib in samples if at_s >= after_s]
+            if len(late) > 1:
+                mib = {"first_mib": late[0], "last_mib": late[-1], "peak_mib": max(late)}
+                figures.append({"kind": process.kind, "pid": process.pid} | mib)
+        return figures
 
 
 def _resident_mib(pid: int) -> float | None:

@@ -6,7 +6,7 @@ import asyncio
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -124,9 +124,9 @@ async def _load(
         while True:
             await asyncio.sleep(_PROGRESS_S)
             minute += 1
-            verdicts = Counter(outcome.verdict().value for outcome in outcomes)
-            kills = Counter(struck.kind.value for struck in striker.struck)
-            say(f"{phase.name}, minute {minute}: {_listed(verdicts)}; kills: {_listed(kills)}")
+            verdicts = Counter(outcome.verdict() for outcome in outcomes)
+            kills = _listed(striker.struck)
+            say(f"{phase.name}, minute {minute}: {_listed(verdicts)}; kills: {kills}")
 
     async with AsyncClient(address, retry=phase.retry) as client:
         telling = asyncio.create_task(tell())
@@ -137,7 +137,7 @@ async def _load(
     return outcomes
 
 
-def _listed(counts: Counter[str]) -> str:
+def _listed(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{count} {name}" for name, count in sorted(counts.items())) or "none"
 
 

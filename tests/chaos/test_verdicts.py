@@ -5,6 +5,7 @@ Hand-written rows; no cluster.
 
 from __future__ import annotations
 
+from collections import Counter
 from random import Random
 
 import grpc
@@ -13,10 +14,10 @@ import pytest
 from protos import lockstep_pb2 as pb
 from replicas.config import ReplicaConfig
 from tests.chaos.answers import TOKENS_MAX, cut, fake_bases
-from tests.chaos.kills import Kind, Struck, draw_strikes
+from tests.chaos.kills import Kind, draw_strikes
 from tests.chaos.load import Ask, Outcome, Verdict
 from tests.chaos.mix import Mix, draw_prompts
-from tests.chaos.report import is_clean, silence_by_cause, summary
+from tests.chaos.report import is_clean, summary
 from tests.cluster.fakes import load_fake_text
 
 OK = grpc.StatusCode.OK
@@ -24,6 +25,7 @@ TEXT = load_fake_text(ReplicaConfig())
 (BASE,) = fake_bases([[5, 6, 7]])
 RIGHT = cut(BASE, TEXT, 8, ignore_eos=True)
 TOKENS = list(RIGHT.tokens)
+NONE: Counter[Kind] = Counter()
 
 
 def outcome(**fields: object) -> Outcome:
@@ -111,16 +113,7 @@ def test_the_seed_gives_the_requests_and_the_strikes() -> None:
 
 
 def test_one_bad_answer_or_one_block_left_over_makes_a_run_unclean() -> None:
-    assert is_clean(summary([outcome(), cut_off(1, cancelled=True)], [], left=""))
-    assert not is_clean(summary([outcome()], [], left="1 block"))
+    assert is_clean(summary([outcome(), cut_off(1, cancelled=True)], NONE, left=""))
+    assert not is_clean(summary([outcome()], NONE, left="1 block"))
     for bad in (outcome(ends=2), outcome(text=""), cut_off(3, code=grpc.StatusCode.INTERNAL)):
-        assert not is_clean(summary([outcome(), bad], [], left=""))
-
-
-def test_a_silence_belongs_to_what_happened_in_it() -> None:
-    silent = outcome(silence_s=3.0, silent_from_s=10.0, ended_s=20.0)
-    pool = Struck(Kind.POOL, "", 10.5, 10.5)
-    frozen = Struck(Kind.FREEZE, "", 12.0, 16.0)
-    late = Struck(Kind.REPLICA, "", 14.0, 14.0)
-    assert silence_by_cause([silent], [pool, frozen, late]) == {"freeze+pool": 3.0}
-    assert silence_by_cause([silent], [late]) == {"none": 3.0}
+        assert not is_clean(summary([outcome(), bad], NONE, left=""))

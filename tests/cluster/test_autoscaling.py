@@ -1,7 +1,7 @@
 """Proves that Serve's policy never blocks, never raises, survives pickling, and follows the pool.
 
 The pool is played by a function; what Ray does with the policy for real is shown by
-tests/integration/failures/test_lifecycle.py.
+tests/integration/failures/test_processes.py.
 """
 
 from __future__ import annotations

@@ -144,10 +144,7 @@ class Behind:
 
 def serve_behind() -> Iterator[Behind]:
     servicer = Server()
-    # As Serve's proxies are set up: whatever nginx lets through is theirs to take. With gRPC's own
-    # limit the server may refuse by the message's length before nginx has seen too much of it.
-    options = [("grpc.max_receive_message_length", 16 << 20)]
-    server = grpc.server(ThreadPoolExecutor(8), options=options)
+    server = grpc.server(ThreadPoolExecutor(8))
     lockstep_pb2_grpc.add_LockstepServicer_to_server(servicer, server)
     states = health.HealthServicer()
     states.set("", health_pb2.HealthCheckResponse.SERVING)

@@ -1,19 +1,15 @@
 """Proves, through real gRPC and HTTP: only known callers come in, and refusals say when to return.
 
 Without keys on the cluster of all integration tests; with keys on the real command, `lockstep
-serve --keys-file`, listening to every address of this machine, in a process and a Ray of its own.
+serve --keys-file`, which listens to every address of this machine.
 """
 
 from __future__ import annotations
 
 import json
-import socket
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
-from dataclasses import dataclass
 from email.message import Message
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -23,29 +19,15 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
     ProtoReflectionDescriptorDatabase,
 )
 
-from cluster.frontend.admission.keys import add
 from protos import lockstep_pb2 as pb, lockstep_pb2_grpc
 from tests.chaos.hosted import HostedCluster
-from tests.free_ports import free_port
-from tests.integration.pairs import write_pair
-from tests.serving import lockstep_serve
+from tests.integration.conftest import Keyed, other_address
 
 pytestmark = pytest.mark.ray
 
 CALL_S = 60.0
 REQUEST = pb.GenerateRequest(prompt="the quick brown fox", max_new_tokens=8, ignore_eos=True)
 Metadata = list[tuple[str, str]]
-
-
-def other_address() -> str | None:
-    """An address of this machine that is not loopback, without sending anything."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))
-        except OSError:
-            return None
-        address: str = probe.getsockname()[0]
-    return None if address.startswith("127.") else address
 
 
 def bearer(key: str) -> Metadata:
@@ -123,49 +105,6 @@ def test_without_keys_no_web_page_is_served(cluster: HostedCluster) -> None:
 # --------------------------------------------------------------------------- with keys
 
 
-@dataclass(frozen=True)
-class Keyed:
-    """A server with keys."""
-
-    grpc_port: int
-    http_port: int
-    alice: str
-    """No limits."""
-    dave: str
-    """50 tokens per minute. For one test only, which would wait until they are there again."""
-    log: Path
-
-    @property
-    def target(self) -> str:
-        return f"{other_address() or '127.0.0.1'}:{self.grpc_port}"
-
-    @property
-    def http(self) -> str:
-        return f"http://{other_address() or '127.0.0.1'}:{self.http_port}"
-
-
-@pytest.fixture(scope="module")
-def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Keyed]:
-    folder = tmp_path_factory.mktemp("keyed")
-    target, draft = write_pair(folder / "pair")
-    keys_file, log = folder / "keys.yaml", folder / "log"
-    server = Keyed(
-        free_port(),
-        free_port(),
-        alice=add(keys_file, "alice"),
-        dave=add(keys_file, "dave", tokens_per_minute=50),
-        log=log,
-    )
-    arguments = [
-        *("--verbose", "--device", "cpu", "--target", str(target), "--draft", str(draft)),
-        *("--grpc-port", str(server.grpc_port), "--http-port", str(server.http_port)),
-        *("--memory", "64MiB", "--http-host", "0.0.0.0", "--keys-file", str(keys_file)),
-        *("--served-model-name", "tiny"),
-    ]
-    with lockstep_serve(arguments, log):
-        yield server
-
-
 def post(
     server: str, body: bytes, headers: dict[str, str] | None = None
 ) -> tuple[int, Message, Any]:
@@ -220,33 +159,12 @@ def test_a_used_up_rate_tells_when_to_come_back_over_grpc_and_http(keyed: Keyed)
     assert len(tokens(keyed.target, bearer(keyed.alice))) == 8, "others do not pay for it"
 
 
-def test_the_frontend_refuses_a_long_message_by_name_and_the_proxy_takes_no_longer_one(
-    keyed: Keyed,
-) -> None:
-    def refused(size: int) -> grpc.Call:
-        options = [("grpc.max_send_message_length", -1)]
-        with grpc.insecure_channel(keyed.target, options=options) as channel:
-            stub = lockstep_pb2_grpc.LockstepStub(channel)
-            request = pb.GenerateRequest(prompt="x", request_id="y" * size)
-            with pytest.raises(grpc.RpcError) as caught:
-                stub.Generate(request, metadata=bearer(keyed.alice), timeout=CALL_S)
-            return caught.value
-
-    by_us = refused(5 << 20)
-    assert by_us.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert by_us.details().startswith("request: ")
-    by_grpc = refused(17 << 20)
-    assert by_grpc.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert "larger than max" in by_grpc.details()
-
-
-def test_no_key_and_no_prompt_stands_in_the_servers_log(keyed: Keyed) -> None:
-    mark = "xyzzyplugh"
-    tokens(keyed.target, bearer(keyed.alice), pb.GenerateRequest(prompt=mark, max_new_tokens=2))
-    refusals(keyed.target, pb.GenerateRequest(prompt=mark, top_k=-1), bearer(keyed.alice))
-    refusals(keyed.target, pb.GenerateRequest(prompt=mark), bearer(f"{keyed.alice}{mark}"))
-    post(keyed.http, f'{{"{mark}": 1'.encode(), {"authorization": f"Bearer {keyed.alice}"})
-    log = keyed.log.read_text(errors="replace")
-    assert "lockstep" in log
-    for secret in (mark, keyed.alice, keyed.dave):
-        assert secret not in log
+def test_the_proxy_takes_no_message_that_is_far_too_long(keyed: Keyed) -> None:
+    options = [("grpc.max_send_message_length", -1)]
+    with grpc.insecure_channel(keyed.target, options=options) as channel:
+        stub = lockstep_pb2_grpc.LockstepStub(channel)
+        request = pb.GenerateRequest(prompt="x", request_id="y" * (17 << 20))
+        with pytest.raises(grpc.RpcError) as caught:
+            stub.Generate(request, metadata=bearer(keyed.alice), timeout=CALL_S)
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert "larger than max" in caught.value.details()

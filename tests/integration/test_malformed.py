@@ -1,16 +1,20 @@
-"""Proves: whatever bytes a client sends, it gets a typed status at once, and the server goes on.
+"""Proves: whatever bytes a client sends, it gets a typed status, and the server goes on.
 
-Thousands of malformed calls through real gRPC: bytes that are no message, messages that were cut or
-changed on the way, fields with wild values, and metadata that means something to Serve. None may
-end as INTERNAL or UNKNOWN, none may take long, and 500 sound calls among them are answered right.
+Malformed calls through real gRPC: bytes that are no message, messages that were cut or changed on
+the way, fields with wild values, and metadata that means something to Serve. None may end as
+INTERNAL or UNKNOWN, none may hang, and sound calls among them are answered right. So many calls as
+MALFORMED says, 1000 if it says nothing:
+
+    MALFORMED=5000 python -m pytest tests/integration/test_malformed.py
 """
 
 from __future__ import annotations
 
-import time
+import os
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 import grpc
 import pytest
@@ -25,18 +29,15 @@ from tests.integration.conftest import Expected
 pytestmark = pytest.mark.ray
 
 BATCH = 25
-EXAMPLES = 200
-"""BATCH * EXAMPLES calls in all."""
-SOUND = [f"a sound one, number {number}" for number in range(20)]
-SOUND_CALLS = 500
-"""Among the others."""
-ANSWER_S = 5.0
-"""Much more than any refusal needs: machines that do other things as well are slow at times."""
+EXAMPLES = int(os.environ.get("MALFORMED", "1000")) // BATCH
+SOUND = [f"a sound one, number {number}" for number in range(3)]
+"""Beside each batch."""
 HANG_S = 60.0
-"""The calls' own deadline: a call that hangs ends as DEADLINE_EXCEEDED, and far too late."""
+"""A batch that takes longer has a call that hangs."""
 
 TYPED = frozenset(
     {
+        grpc.StatusCode.OK,  # some are no mistake
         grpc.StatusCode.INVALID_ARGUMENT,
         grpc.StatusCode.UNAUTHENTICATED,  # metadata that says that the call was passed on
         grpc.StatusCode.NOT_FOUND,  # metadata that names another application
@@ -117,88 +118,54 @@ def service(method: str) -> str:
     return f"/{package}.{method}"
 
 
-class Raw:
-    """Calls of bytes, a batch of them at once, each in a thread of its own."""
-
-    def __init__(self, address: str) -> None:
-        options = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
-        self.channel = grpc.insecure_channel(address, options=options)
-        self.threads = ThreadPoolExecutor(BATCH)
-        self.answers: Counter[str] = Counter()
-        self.slowest_s = 0.0
-        self.asked_again = 0
-        self.wrong: list[str] = []
-
-    def __enter__(self) -> Raw:
-        return self
-
-    def __exit__(self, *_exc: object) -> None:
-        self.threads.shutdown()
-        self.channel.close()
-
-    def batch(self, calls: list[Call]) -> None:
-        for call, (code, details, took_s) in zip(
-            calls, self.threads.map(self._answer, calls), strict=True
-        ):
-            self.answers[code.name] += 1
-            if code is grpc.StatusCode.OK:
-                continue
-            for _ in range(2):
-                if code not in TYPED or took_s < ANSWER_S:
-                    break
-                # The call's fault, or that of whatever else this machine was doing?
-                self.asked_again += 1
-                code, details, took_s = self._answer(call)
-            self.slowest_s = max(self.slowest_s, took_s)
-            if code not in TYPED or took_s >= ANSWER_S:
-                self.wrong.append(f"{call} {code.name} {details!r} after {took_s:.3f} s")
-
-    def _answer(self, call: Call) -> tuple[grpc.StatusCode, str, float]:
-        """Status, details and seconds of one call."""
-        started_s = time.monotonic()
-        try:
-            if call.method.endswith("Stream"):
-                stream = self.channel.unary_stream(service(call.method))
-                for _chunk in stream(call.data, metadata=call.metadata, timeout=HANG_S):
-                    pass
-            else:
-                unary = self.channel.unary_unary(service(call.method))
-                unary(call.data, metadata=call.metadata, timeout=HANG_S)
-        except grpc.RpcError as error:
-            return error.code(), error.details(), time.monotonic() - started_s
-        return grpc.StatusCode.OK, "", time.monotonic() - started_s
+def status_of(channel: grpc.Channel, call: Call) -> grpc.StatusCode:
+    """How a call of bytes ends."""
+    make = channel.unary_stream if call.method.endswith("Stream") else channel.unary_unary
+    try:
+        answer = make(service(call.method))(call.data, metadata=call.metadata, timeout=2 * HANG_S)
+        if not isinstance(answer, bytes):
+            list(answer)
+    except grpc.RpcError as error:
+        code: grpc.StatusCode = error.code()
+        return code
+    return grpc.StatusCode.OK
 
 
-def test_thousands_of_malformed_calls_get_a_status_each_and_harm_nobody(
+def test_malformed_calls_get_a_status_each_and_harm_nobody(
     cluster: HostedCluster, client: Client, expected: Expected
 ) -> None:
-    raw = Raw(cluster.address)
+    options = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
+    codes: Counter[grpc.StatusCode] = Counter()
+    right = expected(SOUND, 16)
 
-    @settings(
-        max_examples=EXAMPLES,
-        database=None,
-        suppress_health_check=list(HealthCheck),
-        phases=[Phase.generate],
-    )
-    @given(st.lists(CALLS, min_size=BATCH, max_size=BATCH))
-    def send(calls: list[Call]) -> None:
-        raw.batch(calls)
-
-    def ask(number: int) -> list[int]:
-        prompt = SOUND[number % len(SOUND)]
+    def ask(prompt: str) -> list[int]:
         return list(client.generate(pb.GenerateRequest(prompt=prompt, max_new_tokens=16)).token_ids)
 
-    right = expected(SOUND, 16)
-    begun_s = time.monotonic()
-    with raw, ThreadPoolExecutor(2) as pool:
-        answers = [pool.submit(ask, number) for number in range(SOUND_CALLS)]
+    with (
+        grpc.insecure_channel(cluster.address, options=options) as channel,
+        ThreadPoolExecutor(BATCH) as threads,
+        ThreadPoolExecutor(2) as sound,
+    ):
+
+        @settings(
+            max_examples=EXAMPLES,
+            database=None,
+            suppress_health_check=list(HealthCheck),
+            phases=[Phase.generate],
+        )
+        @given(st.lists(CALLS, min_size=BATCH, max_size=BATCH))
+        def send(calls: list[Call]) -> None:
+            answers = sound.map(ask, SOUND)
+            found = list(threads.map(partial(status_of, channel), calls, timeout=HANG_S))
+            wrong = {
+                call: code for call, code in zip(calls, found, strict=True) if code not in TYPED
+            }
+            assert not wrong
+            codes.update(found)
+            assert list(answers) == right
+
         send()
-    total = sum(raw.answers.values())
-    print(f"\n{total} calls in {time.monotonic() - begun_s:.0f} s: {dict(raw.answers)}")
-    print(f"slowest refusal {raw.slowest_s:.3f} s, {raw.asked_again} calls asked again")
-    assert raw.wrong == []
-    assert total >= BATCH * EXAMPLES
-    assert raw.answers["INVALID_ARGUMENT"] > total / 4
-    assert raw.answers["OK"] > 0, "some of them were no mistake"
-    for number, answer in enumerate(answers):
-        assert answer.result(timeout=HANG_S) == right[number % len(SOUND)]
+    print(f"\n{codes.total()} calls: {codes}")
+    assert codes.total() >= BATCH * EXAMPLES
+    assert codes[grpc.StatusCode.INVALID_ARGUMENT] > codes.total() / 4
+    assert codes[grpc.StatusCode.OK] > 0, "some of them were no mistake"

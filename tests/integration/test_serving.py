@@ -14,7 +14,6 @@ from tests.integration.conftest import Expected
 
 pytestmark = pytest.mark.ray
 
-CALL_S = 120.0
 CANCELS = 300
 PROMPTS = [f"the quick {'brown ' * (n % 7)}fox number {n}" for n in range(64)]
 

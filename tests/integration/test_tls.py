@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 import ssl
-import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -121,37 +119,6 @@ def test_all_others_are_refused(
     assert not script.asked
 
 
-@pytest.mark.parametrize(
-    ("version", "accepted"),
-    [
-        (ssl.TLSVersion.TLSv1_1, False),
-        (ssl.TLSVersion.TLSv1_2, True),
-        (ssl.TLSVersion.TLSv1_3, True),
-    ],
-)
-def test_old_versions_of_tls_are_refused(
-    open_to_all: Terminator, version: ssl.TLSVersion, accepted: bool
-) -> None:
-    context = ssl.create_default_context(cafile=str(open_to_all.files / "ca.crt"))
-    # The client would take the old one, security level included: the server must not.
-    context.set_ciphers("DEFAULT:@SECLEVEL=0")
-    context.minimum_version = context.maximum_version = version
-    host, port = open_to_all.address.split(":")
-
-    def shake_hands() -> str | None:
-        with (
-            socket.create_connection((host, int(port)), WAIT_S) as plain,
-            context.wrap_socket(plain, server_hostname=host) as secured,
-        ):
-            return secured.version()
-
-    if accepted:
-        assert shake_hands() == {"TLSv1_2": "TLSv1.2", "TLSv1_3": "TLSv1.3"}[version.name]
-    else:
-        with pytest.raises(ssl.SSLError):
-            shake_hands()
-
-
 # --------------------------------------------------------------------------- what passes
 
 
@@ -168,52 +135,6 @@ def test_the_key_goes_on_and_an_address_that_the_client_cannot_forge(
     for seen in script.metadata:
         assert seen["authorization"] == "Bearer secret"
         assert seen["x-real-ip"] == seen["x-forwarded-for"] == "127.0.0.1"
-
-
-def test_trailing_metadata_comes_back(open_to_all: Terminator, script: Script) -> None:
-    script.cuts = [(0, StatusCode.RESOURCE_EXHAUSTED, "full")]
-    script.trailing = (("retry-after", "7"),)
-    tls = open_to_all.anonymous
-    with (
-        Client(open_to_all.address, tls=tls, retry=NO_RETRY) as client,
-        pytest.raises(grpc.RpcError) as caught,
-    ):
-        client.generate(REQUEST)
-    assert caught.value.code() is StatusCode.RESOURCE_EXHAUSTED
-    assert ("retry-after", "7") in [tuple(pair) for pair in caught.value.trailing_metadata()]
-
-
-def test_chunks_are_not_held_back(open_to_all: Terminator, behind: Behind, script: Script) -> None:
-    """The first chunk arrives while the server still waits to give the second."""
-    go_on = threading.Event()
-
-    class Slow(Script):
-        @property
-        def sizes(self) -> Iterator[int]:  # type: ignore[override]
-            yield 1
-            assert go_on.wait(WAIT_S), "the first chunk did not arrive"
-            yield from [1] * len(TOKENS)
-
-        @sizes.setter
-        def sizes(self, _value: object) -> None:
-            pass
-
-    behind.servicer.script = Slow(list(TOKENS))
-    tokens: list[int] = []
-    with Client(open_to_all.address, tls=open_to_all.anonymous, retry=NO_RETRY) as client:
-        for chunk in client.stream(REQUEST):
-            tokens.extend(chunk.token_ids)
-            go_on.set()
-    assert tokens == TOKENS
-
-
-def test_a_request_that_is_too_large_is_the_callers_mistake(open_to_all: Terminator) -> None:
-    large = pb.GenerateRequest(prompt="x" * (5 << 20))
-    with Client(open_to_all.address, tls=open_to_all.anonymous, retry=QUICK) as client:
-        with pytest.raises(grpc.RpcError) as caught:
-            client.generate(large)
-        assert caught.value.code() is StatusCode.INVALID_ARGUMENT
-        served(client)
 
 
 def test_http_routes_pass_and_others_do_not(open_to_all: Terminator) -> None:

@@ -1,4 +1,4 @@
-"""Proves: the committed gRPC code is what the proto gives, and every field is documented."""
+"""Proves: the committed gRPC code is what the proto gives."""
 
 from __future__ import annotations
 

@@ -1,25 +1,44 @@
-"""Proves: losing a whole node, with replicas or with the pool on it, loses no request and no token.
+"""Proves: losing a whole node, with replicas or with the pool on it, loses no request and no token;
+the ranks of one replica on two nodes serve what the whole target says, whatever drafts and
+whichever rank is killed.
 
 Several Ray nodes run on this machine; Serve's proxy and the frontend are on the head node, which
-stays. All processes of a node that is lost are killed at once, without a word to the others.
+stays. Two worker nodes have a GPU each in Ray's books. All processes of a node that is lost are
+killed at once, without a word to the others. Ranks compute on the CPU and talk gloo.
 """
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
+from transformers import AutoConfig
 
-from benchmarks.shared.processes import KINDS, lives
+from benchmarks.shared.processes import KINDS, Process, lives
+from cluster.client import Client
+from protos import lockstep_pb2 as pb
+from replicas.config import ReplicaConfig
 from tests.chaos.hosted import HostedCluster, Plan, cluster_config
-from tests.chaos.load import Outcome, all_right, fake_asks, serve
+from tests.chaos.load import Outcome, all_right, fake_asks, longest_silence_s, recovered, serve
 from tests.cluster.fakes import fake_loader, load_fake_text
+from tests.free_ports import free_port
+from tests.integration.conftest import plainly
+from tests.integration.pairs import write_pair
+from tests.replicas.heads import said, save_head
 
 pytestmark = pytest.mark.ray
 
 STREAMS = 24
 TOKENS = 220
+PORTS = {"grpc_port": free_port(), "http_port": free_port()}
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +52,7 @@ def hosted() -> Iterator[HostedCluster]:
         replicas=2,
         actors={"replica_gpus": 1.0, "frontend_cpus": 3.0},
         scheduler={"steps_per_batch_max": 2},
+        **PORTS,
     )
     plan = Plan(
         config,
@@ -50,11 +70,9 @@ def lose_while_streams_run(hosted: HostedCluster, node_id: str) -> list[Outcome]
     there = [one.pid for kind in KINDS for one in hosted.processes(kind) if one.node_id == node_id]
     assert there
 
-    before = hosted.wait_for(lambda _status: True).tokens_committed
-
     def lose() -> None:
         hosted.wait_for_requests(STREAMS)
-        hosted.wait_for(lambda status: status.tokens_committed > before + 600)
+        hosted.wait_for_tokens(400)
         hosted.lose_node(node_id)
 
     outcomes = serve(hosted.address, fake_asks(STREAMS, tokens=TOKENS), lose)
@@ -63,10 +81,6 @@ def lose_while_streams_run(hosted: HostedCluster, node_id: str) -> list[Outcome]
         assert time.monotonic() < deadline_s, f"{left} live on"
         time.sleep(0.1)
     return outcomes
-
-
-def longest_silence_s(outcomes: list[Outcome]) -> float:
-    return max(outcome.silence_s for outcome in outcomes)
 
 
 def test_a_node_with_a_replica_is_lost(hosted: HostedCluster) -> None:
@@ -78,7 +92,7 @@ def test_a_node_with_a_replica_is_lost(hosted: HostedCluster) -> None:
     gone = next(node for node in nodes if node != pool)
     outcomes = lose_while_streams_run(hosted, gone)
     all_right(outcomes)
-    assert any(outcome.end and outcome.end.recovered for outcome in outcomes)
+    assert max(recovered(outcomes)) > 0
     assert hosted.process("pool").node_id == pool
     print(f"node with a replica lost: silence {longest_silence_s(outcomes):.2f} s")
     # The lease ends that. Ray itself believes in the node for 15 s.
@@ -96,7 +110,108 @@ def test_the_node_with_the_pool_is_lost(hosted: HostedCluster) -> None:
     assert gone in {process.node_id for process in hosted.processes("replica")}
     outcomes = lose_while_streams_run(hosted, gone)
     all_right(outcomes)
-    assert all(outcome.end and outcome.end.recovered for outcome in outcomes)
+    assert min(recovered(outcomes)) > 0
     assert hosted.process("pool").node_id != gone
     print(f"node with the pool lost: silence {longest_silence_s(outcomes):.2f} s")
     hosted.wait_until_idle()
+    hosted.add_node()
+
+
+# --------------------------------------------------------------------------- ranks
+
+PROMPTS = [f"the quick {'brown ' * (n % 5)}fox number {n}" for n in range(12)]
+
+
+def load_in_turn(config: ReplicaConfig, directory: Path) -> Any:
+    """Each replica that starts drafts in another way; a file named by its process says how."""
+    from cluster import app
+
+    head = str(directory / "head")
+    ways = (
+        {"method": "suffix"},
+        {"method": "eagle3", "model": head},
+        {"method": "draft_model", "model": config.draft},
+    )
+    way = ways[len(list(directory.glob("pid-*"))) % len(ways)]
+    (directory / f"pid-{os.getpid()}").write_text(way["method"])
+    given = config.model_dump() | {"draft": None, "speculative": way}
+    return app.load_replica(ReplicaConfig(**given))
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("pair")
+
+
+@pytest.fixture(scope="module")
+def right(hosted: HostedCluster, directory: Path) -> list[list[int]]:
+    """What plain decoding of the whole target gives; two ranks of it are served from now on."""
+    target, draft = write_pair(directory, positions=1024)
+    save_head(directory / "head", AutoConfig.from_pretrained(target), said(True))
+    config = cluster_config(
+        target=str(target),
+        draft=str(draft),
+        kv_memory_mb=16,
+        replica={"tensor_parallel": 2, "calibrate": False},
+        actors={"replica_gpus": 1.0, "ranks_strategy": "PACK"},
+        **PORTS,
+    )
+    hosted.become(Plan(config, partial(load_in_turn, directory=directory)))
+    return plainly(config.replica, PROMPTS, TOKENS)
+
+
+def ranks(hosted: HostedCluster) -> tuple[Process, Process]:
+    """Those of the replica: its own process, and the other one."""
+    return hosted.process("replica"), hosted.process("rank")
+
+
+def served(hosted: HostedCluster) -> list[list[int]]:
+    def tokens(prompt: str) -> list[int]:
+        with Client(hosted.address) as client:
+            message = pb.GenerateRequest(prompt=prompt, max_new_tokens=TOKENS)
+            return list(client.generate(message).token_ids)
+
+    with ThreadPoolExecutor(len(PROMPTS)) as pool:
+        return list(pool.map(tokens, PROMPTS))
+
+
+def test_ranks_on_two_nodes_give_the_tokens_of_the_whole_target(
+    hosted: HostedCluster, right: list[list[int]]
+) -> None:
+    first, second = ranks(hosted)
+    assert first.node_id != second.node_id
+    assert served(hosted) == right
+    assert ranks(hosted) == (first, second)
+
+
+def kill_one(hosted: HostedCluster, right: list[list[int]], lost: int) -> None:
+    hosted.wait_for_replicas(1)
+    before = ranks(hosted)
+    seen = hosted.wait_for(lambda _status: True)
+    answers: list[list[list[int]]] = []
+    load = threading.Thread(target=lambda: answers.append(served(hosted)), daemon=True)
+    load.start()
+    hosted.wait_for_tokens(0)
+    os.kill(before[lost].pid, signal.SIGKILL)
+    load.join(240)
+    assert answers == [right]
+    after = hosted.wait_for_replicas(1)
+    assert after.recovered > seen.recovered, "nothing ran when the rank was killed"
+    deadline_s = time.monotonic() + 60
+    while any(lives(process.pid) for process in before):
+        assert time.monotonic() < deadline_s, "a rank of the broken replica lives on"
+        time.sleep(0.1)
+    # Ray may take a moment to see it.
+    while set(hosted.processes("replica") + hosted.processes("rank")) & set(before):
+        assert time.monotonic() < deadline_s, "Ray still knows a rank that has ended"
+        time.sleep(0.1)
+    assert served(hosted) == right
+
+
+def test_a_rank_that_is_killed_has_the_replica_replaced_and_no_request_fails(
+    hosted: HostedCluster, right: list[list[int]], directory: Path
+) -> None:
+    for lost, way in ((0, "suffix"), (1, "eagle3")):
+        (replica, _) = ranks(hosted)
+        assert (directory / f"pid-{replica.pid}").read_text() == way
+        kill_one(hosted, right, lost)
