@@ -41,7 +41,7 @@ from scheduler.messages import (
     Tick,
 )
 from scheduler.scheduler import Scheduler
-from scheduler.simulation import FittedTimes, SimulatedReplica
+from scheduler.simulation import LinearTimes, SimulatedReplica
 
 LIVE = (1_000, 10_000, 100_000)
 REPLICAS = (1, 16, 256)
@@ -50,15 +50,14 @@ TENANTS = 20
 """Names among which the requests are spread, so that the queue has something to share."""
 ACCEPTANCE = 0.7
 """Of a draft token."""
-TIMES = FittedTimes(
-    draft_fixed_s=1e-3,
-    draft_row_s=1e-5,
-    verify_fixed_s=8e-3,
+TIMES = LinearTimes(
+    draft_s=1e-3,
+    verify_s=8e-3,
     verify_token_s=2e-5,
-    kv_position_s=1e-8,
-    prefill_fixed_s=1e-3,
+    prefill_s=1e-3,
     prefill_token_s=2e-5,
-    overhead_s=5e-4,
+    kv_position_s=1e-8,
+    rest_s=5e-4,
 )
 """Like a small GPU's."""
 ANSWER_DELAY_S = 3e-4

@@ -172,7 +172,7 @@ def _plots(result: Result) -> list[Plot]:
         line([(one.at_s, one.waiting) for one in samples], title, "s", "requests"),
         line(share("busy_s", setup.replicas), "Replicas' time at work", "s", "%", 100),
     ]
-    if setup.pool is not None:
+    if setup.pool_batch_s:
         busy = share("pool_busy_s", setup.shards)
         plots.append(line(busy, "Pools' time at work", "s", "%", 100))
     if figures.latency_s:

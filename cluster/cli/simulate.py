@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from random import Random
 from typing import Annotated, Any, Literal
@@ -16,7 +15,7 @@ from cluster.cli.flags import output, with_settings, write
 from scheduler.messages import ReplicaSpec
 from scheduler.simulation import (
     DEVICES,
-    MEASURED_POOL,
+    MEASURED_POOL_S,
     PAIRS,
     Roofline,
     Setup,
@@ -128,7 +127,7 @@ def simulate(
         spec=spec,
         times=hardware.times,
         config=config,
-        pool=MEASURED_POOL if pool_cost == "measured" else None,
+        pool_batch_s=MEASURED_POOL_S if pool_cost == "measured" else 0.0,
         in_flight=in_flight,
     )
     counts = _read("--replicas", _counts, replicas), _read("--shards", _counts, shards)
@@ -144,7 +143,7 @@ def simulate(
         "options": {name: each for name, each in context.params.items() if each is not None},
         "scheduler": config.model_dump(),
         "kv_blocks": spec.kv_blocks,
-        "pool_cost": None if base.pool is None else asdict(base.pool),
+        "pool_batch_s": base.pool_batch_s,
     }
     _print(results)
     write(json, lambda: runs.to_json(described, results))

@@ -56,17 +56,11 @@ class CostEstimates:
 
     draft_len: int = 0
     """k as it was chosen last; probes and what requests ask for themselves are left out."""
-    steps: int = 1
-    """Of the last batch."""
     step_s: float = 0.0
     """Expected time of such a step with the rows of the last batch; 0 while nothing is known."""
-    round_trip_s: float = 0.0
-    """What a batch takes beside its run: messages and the pool's own time."""
     acceptance_greedy: float = 0.0
     """Probability that one more draft token is accepted, lately and over all sequences."""
     acceptance_sampled: float = 0.0
-    slowdown: float = 1.0
-    """What steps take now over what they take usually."""
 
 
 @dataclass(slots=True)
@@ -201,12 +195,9 @@ class DraftPolicy:
         table, (rows, _, kv) = known.table, known.planned
         return CostEstimates(
             draft_len=known.draft_len,
-            steps=known.steps,
             step_s=table.step_s(rows, known.draft_len, kv) if rows else 0.0,
-            round_trip_s=known.round_trip_s or 0.0,
             acceptance_greedy=self._acceptance.overall(greedy=True),
             acceptance_sampled=self._acceptance.overall(greedy=False),
-            slowdown=table.slowdown,
         )
 
     # ----------------------------------------------------------------- choices

@@ -1,17 +1,16 @@
 """The real scheduler in virtual time, over replicas that count tokens instead of computing them."""
 
 from scheduler.simulation.experiment import (
-    MEASURED_POOL as MEASURED_POOL,
+    MEASURED_POOL_S as MEASURED_POOL_S,
     Experiment as Experiment,
     Figures as Figures,
-    PoolTimes as PoolTimes,
     Sample as Sample,
     Setup as Setup,
 )
 from scheduler.simulation.hardware import (
     DEVICES as DEVICES,
     PAIRS as PAIRS,
-    FittedTimes as FittedTimes,
+    LinearTimes as LinearTimes,
     Roofline as Roofline,
     Times as Times,
 )

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from random import Random
 
 from scheduler.config import SchedulerConfig
-from scheduler.messages import Action, Event, Finish, Reject, ReplicaSpec, Request, StepDone
+from scheduler.messages import Action, Event, Finish, Reject, ReplicaSpec, Request
 from scheduler.scaling import ShardLoad, choose_shard, merged_status, shard_of_rank
 from scheduler.simulation.clock import VirtualClock
 from scheduler.simulation.hardware import Times
@@ -24,24 +24,11 @@ SAMPLES_MAX = 100
 """Samples of a run, beside the first one."""
 
 
-@dataclass(frozen=True, slots=True)
-class PoolTimes:
-    """CPU time for which events occupy a pool actor, its messages included. Seconds."""
-
-    batch_s: float
-    """A replica's result and the next batch."""
-    other_s: float
-    """Any other event: a request that comes or goes."""
-
-    def of(self, event: Event) -> float:
-        return self.batch_s if isinstance(event, StepDone) else self.other_s
-
-
-MEASURED_POOL = PoolTimes(batch_s=0.6e-3, other_s=0.0)
-"""All CPU time of a pool's process over the batches that it gave out, requests included, as
-`benchmarks.cluster` measures it on two cores with 64 requests in flight: 0.50 to 0.61 ms with 4
-replicas, 0.39 to 0.45 with 16, 0.95 to 1.03 with one. A busier pool takes less per batch, so near
-its limit this is pessimistic."""
+MEASURED_POOL_S = 0.6e-3
+"""All CPU time of a pool's process over the batches that it gave out, requests and messages
+included, as `benchmarks.cluster` measures it on two cores with 64 requests in flight: 0.50 to
+0.61 ms with 4 replicas, 0.39 to 0.45 with 16, 0.95 to 1.03 with one. A busier pool takes less per
+batch, so near its limit this is pessimistic."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +40,8 @@ class Setup:
     times: Times
     config: SchedulerConfig
     shards: int = 1
-    pool: PoolTimes | None = None
-    """None: a pool takes no time."""
+    pool_batch_s: float = 0.0
+    """For which a result, with the next batch that it leads to, occupies a pool."""
     in_flight: int | None = None
     """A closed loop of so many requests; None: each comes when its time has come."""
     message_s: tuple[float, float] = (0.0005, 0.0015)
@@ -167,7 +154,6 @@ class Experiment:
             self._waiting[shard] = len(world.scheduler.pool.waiting)
             self._figures.waiting_most = max(self._figures.waiting_most, sum(self._waiting))
 
-        pool_cost = setup.pool.of if setup.pool is not None else None
         world = World(
             self._rng,
             setup.times,
@@ -175,7 +161,7 @@ class Experiment:
             faults=FaultPlan(delay_s=setup.message_s),
             watch=watch,
             clock=self._clock,
-            pool_cost=pool_cost,
+            pool_batch_s=setup.pool_batch_s,
         )
         return world
 

@@ -1,4 +1,4 @@
-"""What a step takes: by a roofline of a device and a pair, or by times fitted to a real replica.
+"""What a step takes: by a roofline of a device and a pair, or by times that are linear.
 
 A forward pass takes as long as the slower of two: its bytes (weights once, KV of every position
 read) over the memory's bandwidth, and its operations over the matrix rate; and a fixed time per
@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-
-from pydantic import BaseModel, ConfigDict, Field
 
 from scheduler.messages import Batch, BatchKind, StepTimes
 
@@ -88,7 +86,7 @@ def forward_s(
 
 @dataclass(frozen=True)
 class Roofline:
-    """A target and its draft on a device. Rows are read up to the longest of their batch."""
+    """A target and its draft on a device. Each row is read up to its own end."""
 
     device: Device
     target: Decoder
@@ -99,7 +97,7 @@ class Roofline:
         if batch.kind is BatchKind.PREFILL:
             return self._prefill(batch)
         device, rows, k = self.device, len(batch.rows), batch.draft_len
-        positions = rows * batch.rows[-1].length
+        positions = sum(row.length for row in batch.rows)
         tokens = rows * (k + 1)
         draft_s = k * forward_s(device, self.draft, rows, positions, positions)
         verify_s = forward_s(device, self.target, tokens, positions, positions * (k + 1))
@@ -132,31 +130,30 @@ class Roofline:
         return blocks
 
 
-class FittedTimes(BaseModel):
-    """Times fitted to a real replica: linear in what a step does. Seconds."""
+@dataclass(frozen=True)
+class LinearTimes:
+    """Times that are linear in what a step does."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    draft_fixed_s: float = Field(ge=0, description="A draft pass, whatever its rows.")
-    draft_row_s: float = Field(default=0, ge=0, description="The same per row.")
-    verify_fixed_s: float = Field(ge=0, description="A verification, whatever its rows.")
-    verify_token_s: float = Field(ge=0, description="The same per token: rows times k + 1.")
-    kv_position_s: float = Field(default=0, ge=0, description="Per position that a step reads.")
-    prefill_fixed_s: float = Field(ge=0, description="A prefill batch.")
-    prefill_token_s: float = Field(ge=0, description="The same per token.")
-    overhead_s: float = Field(default=0, ge=0, description="A step's own time.")
+    draft_s: float
+    """A draft pass, whatever its rows."""
+    verify_s: float
+    """A verification, whatever its tokens."""
+    verify_token_s: float
+    """The same per token: rows times k + 1."""
+    prefill_s: float
+    prefill_token_s: float
+    kv_position_s: float = 0.0
+    """Per position that a verification reads."""
+    rest_s: float = 0.0
 
     def times(self, batch: Batch) -> StepTimes:
         """As `Times` says."""
         if batch.kind is BatchKind.PREFILL:
-            return _prefill_times(
-                self.prefill_fixed_s + self.prefill_token_s * batch.prefill_tokens
-            )
-        rows, k = len(batch.rows), batch.draft_len
-        draft_s = k * (self.draft_fixed_s + rows * self.draft_row_s)
-        verify_s = self.verify_fixed_s + rows * (k + 1) * self.verify_token_s
-        verify_s += rows * batch.rows[-1].length * self.kv_position_s
-        return _step_times(draft_s, verify_s, self.overhead_s)
+            return _prefill_times(self.prefill_s + self.prefill_token_s * batch.prefill_tokens)
+        tokens = len(batch.rows) * (batch.draft_len + 1)
+        positions = sum(row.length for row in batch.rows)
+        verify_s = self.verify_s + tokens * self.verify_token_s + positions * self.kv_position_s
+        return _step_times(batch.draft_len * self.draft_s, verify_s, self.rest_s)
 
 
 def _step_times(draft_s: float, verify_s: float, rest_s: float) -> StepTimes:

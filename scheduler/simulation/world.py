@@ -48,9 +48,6 @@ TICK_S = 0.05
 Watch = Callable[[float, Event, list[Action]], None]
 """Called after every event: (now_s, event, its actions)."""
 
-PoolCost = Callable[[Event], float]
-"""Seconds for which an event occupies the pool; the next one waits, and its actions come after."""
-
 
 @dataclass(frozen=True, slots=True)
 class FaultPlan:
@@ -102,7 +99,7 @@ class Report:
     killed: int = 0
     """Replicas killed by deadly requests."""
     pool_busy_s: float = 0.0
-    """Time in which the pool was occupied, by its `PoolCost`."""
+    """Time in which the pool was occupied."""
     pool_behind_s_most: float = 0.0
     """The longest that an event would have waited for the pool."""
 
@@ -134,9 +131,10 @@ class World:
         faults: FaultPlan | None = None,
         watch: Watch | None = None,
         clock: VirtualClock | None = None,
-        pool_cost: PoolCost | None = None,
+        pool_batch_s: float = 0.0,
     ) -> None:
-        """`clock`: one that other worlds share. `pool_cost`: None for a pool that takes no time."""
+        """`clock`: one that other worlds share. `pool_batch_s`: for how long a result occupies the
+        pool; the next event waits, and the result's actions come after."""
         self.scheduler = Scheduler(config)
         self.report = Report()
         self.faults = faults or FaultPlan()
@@ -144,7 +142,7 @@ class World:
         self._rng = rng
         self._times = times
         self._watch = watch
-        self._pool_cost = pool_cost
+        self._pool_batch_s = pool_batch_s
         self._pool_free_s = 0.0
         """When the pool has done all events that have reached it."""
         self._hosts: dict[str, _Host] = {}
@@ -205,10 +203,7 @@ class World:
 
     def _tell(self, event: Event) -> None:
         """An event reaches the pool, which does one after the other."""
-        if self._pool_cost is None:
-            self._step(event, 0.0)
-            return
-        cost_s = self._pool_cost(event)
+        cost_s = self._pool_batch_s if isinstance(event, StepDone) else 0.0
         now_s = self._clock.now_s
         self._pool_free_s = max(now_s, self._pool_free_s) + cost_s
         behind_s = self._pool_free_s - now_s

@@ -21,7 +21,7 @@ from scheduler.messages import (
     SamplingParams,
     Submit,
 )
-from scheduler.simulation import FaultPlan, FittedTimes, Report, World, reference_output
+from scheduler.simulation import FaultPlan, LinearTimes, Report, World, reference_output
 
 VOCAB_SIZE = 50
 LONGEST_S = 600.0
@@ -163,13 +163,13 @@ def build(seed: int, knobs: Knobs) -> tuple[World, list[Request]]:
     )
     watcher = Watcher()
     acceptance = rng.choice([0.0, 0.7, 1.0])
-    times = FittedTimes(
-        draft_fixed_s=0.0,
-        verify_fixed_s=0.004,
+    times = LinearTimes(
+        draft_s=0.0,
+        verify_s=0.004,
         verify_token_s=2e-5,
-        kv_position_s=rng.choice([0.0, 1e-5, 1e-4]),
-        prefill_fixed_s=0.002,
+        prefill_s=0.002,
         prefill_token_s=5e-6,
+        kv_position_s=rng.choice([0.0, 1e-5, 1e-4]),
     )
     world = World(rng, times.times, config, faults=faults, watch=watcher)
     watcher.world = world

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from pydantic import ValidationError
 
 from scheduler.messages import Batch, BatchKind, PrefillRow, SamplingParams, StepRow
 from scheduler.simulation.hardware import (
@@ -13,7 +12,7 @@ from scheduler.simulation.hardware import (
     PAIRS,
     Decoder,
     Device,
-    FittedTimes,
+    LinearTimes,
     Roofline,
     forward_s,
 )
@@ -57,9 +56,9 @@ def test_a_pass_of_many_tokens_is_bound_by_its_operations() -> None:
 
 def test_a_step_is_k_draft_passes_and_one_of_the_target() -> None:
     roofline = Roofline(PLAIN, TINY, TINY)
-    # Two rows, read up to the longer: 2 * 50 positions.
-    one_s = forward_s(PLAIN, TINY, 2, 100, 100)
-    verify_s = forward_s(PLAIN, TINY, 2 * 4, 100, 400)
+    # Two rows, each read to its own end: 30 + 50 positions.
+    one_s = forward_s(PLAIN, TINY, 2, 80, 80)
+    verify_s = forward_s(PLAIN, TINY, 2 * 4, 80, 320)
     times = roofline.times(speculate([30, 50], 3))
     assert times.draft_s == pytest.approx(3 * one_s)
     assert times.verify_s == pytest.approx(verify_s)
@@ -67,10 +66,11 @@ def test_a_step_is_k_draft_passes_and_one_of_the_target() -> None:
     assert roofline.times(speculate([30, 50], 0)).draft_s == 0
 
 
-def test_a_spread_costs_and_so_does_a_longer_prefill() -> None:
+def test_what_is_read_counts_and_so_does_what_lies_before_a_prefill() -> None:
     roofline = Roofline(DEVICES["h100"], *PAIRS["vicuna-7b/68m"])
-    even, uneven = speculate([1000] * 8, 4), speculate([500] * 7 + [1500], 4)
-    assert roofline.times(even).total_s < roofline.times(uneven).total_s
+    even, uneven = speculate([1000] * 8, 4), speculate([500] * 7 + [4500], 4)
+    assert roofline.times(even) == roofline.times(uneven)
+    assert roofline.times(even).total_s < roofline.times(speculate([1001] * 8, 4)).total_s
     first, second = prefill(0, 500, 1000), prefill(500, None, 1000)
     whole_s = roofline.times(prefill(0, None, 1000)).prefill_s
     # Two chunks read the weights twice and attend to the same pairs.
@@ -84,21 +84,10 @@ def test_blocks_fill_the_memory_that_weights_leave() -> None:
         Roofline(replace(PLAIN, memory_bytes=100.0), TINY, TINY).kv_blocks(16)
 
 
-def test_fitted_times_are_linear() -> None:
-    fitted = FittedTimes(
-        draft_fixed_s=1,
-        draft_row_s=2,
-        verify_fixed_s=3,
-        verify_token_s=4,
-        kv_position_s=0.5,
-        prefill_fixed_s=6,
-        prefill_token_s=7,
-        overhead_s=8,
-    )
-    times = fitted.times(speculate([10, 20], 3))
-    assert times.draft_s == 3 * (1 + 2 * 2)
-    assert times.verify_s == 3 + 2 * 4 * 4 + 2 * 20 * 0.5
+def test_linear_times_add_up() -> None:
+    linear = LinearTimes(2, 3, 4, 6, 7, kv_position_s=0.5, rest_s=8)
+    times = linear.times(speculate([10, 20], 3))
+    assert times.draft_s == 3 * 2
+    assert times.verify_s == 3 + 2 * 4 * 4 + (10 + 20) * 0.5
     assert times.total_s == times.draft_s + times.verify_s + 8
-    assert fitted.times(prefill(0, None, 11)).total_s == 6 + 10 * 7
-    with pytest.raises(ValidationError, match="verify_tokens_s"):
-        FittedTimes.model_validate({**fitted.model_dump(), "verify_tokens_s": 1})
+    assert linear.times(prefill(0, None, 11)).total_s == 6 + 10 * 7

@@ -196,7 +196,7 @@ async def test_status_counts_what_was_done() -> None:
 
 def test_a_status_answer_has_what_replicas_say_and_the_sums_of_their_figures() -> None:
     spec = ReplicaSpec(kv_blocks=100, block_size=16, context_len=512, vocab_size=320)
-    expected = CostEstimates(5, 2, 0.03, 0.004, 0.8, 0.6)
+    expected = CostEstimates(5, 0.03, 0.8, 0.6)
     replicas = tuple(
         ReplicaStatus(id=name, spec=spec, figures=figures, estimates=expected)
         for name, figures in (
