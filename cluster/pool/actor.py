@@ -16,12 +16,12 @@ import math
 import time
 import traceback
 import uuid
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from cluster.config import ClusterConfig
 from cluster.metrics import PoolMeter
-from cluster.pool.peers import FrontendPeer, WorkerPeer, requests_of, unlike
+from cluster.pool.peers import FrontendPeer, WorkerPeer, deliver, requests_of, unlike
 from cluster.pool.protocol import (
     STOPPING,
     DrainNote,
@@ -35,18 +35,11 @@ from cluster.pool.protocol import (
 )
 from cluster.transport import Stream
 from scheduler.messages import (
-    Action,
     Batch,
     Cancel,
-    Dispatch,
-    Emit,
     Event,
-    Finish,
-    Interrupt,
-    RecordFailure,
     Reject,
     RejectCode,
-    Release,
     ReplicaDraining,
     ReplicaJoined,
     ReplicaLost,
@@ -62,8 +55,6 @@ from scheduler.scheduler import Scheduler
 
 log = logging.getLogger("lockstep.pool")
 
-_GATHER_S = 0.025
-"""How long token updates that are not urgent may wait for more of them."""
 _TICK_S = 0.05
 """How often deadlines and leases are checked, at least."""
 _IDLE_EXIT_S = 60.0
@@ -203,7 +194,7 @@ class PoolActor:
                 frontend.requests.add(request.id)
                 self._owners[request.id] = frontend
                 self._step(message)
-                frontend.flush_within(_GATHER_S)
+                frontend.flush_soon()
             case Cancel(request_id):
                 if request_id in frontend.requests:
                     self._step(message)
@@ -253,42 +244,11 @@ class PoolActor:
         if self._failed is not None:
             raise PoolFailed("the pool has failed and ends")
         try:
-            self._deliver(self.scheduler.step(event, self._clock()))
+            actions = self.scheduler.step(event, self._clock())
+            deliver(actions, self._workers, self._owners, self._meter)
         except Exception as error:
             self._fail(event, batch, error)
             raise PoolFailed("an invariant of the pool is broken") from error
-
-    def _deliver(self, actions: Iterable[Action]) -> None:
-        """Send each to the peer that it concerns; what concerns one that is gone is dropped."""
-        due: dict[WorkerPeer | FrontendPeer, float] = {}
-        for action in actions:
-            peer: WorkerPeer | FrontendPeer | None = None
-            message: Any = action
-            within_s = 0.0
-            match action:
-                case Dispatch(batch):
-                    message = batch
-                    if (peer := self._workers.get(batch.replica_id)) is not None:
-                        peer.batches[batch.id] = batch
-                case Interrupt(replica_id) | Release(replica_id):
-                    peer = self._workers.get(replica_id)
-                case Emit(request_id, start, tokens):
-                    self._meter.committed(len(tokens))
-                    peer = self._owners.get(request_id)
-                    # Only the first token of a request is waited for by itself.
-                    within_s = _GATHER_S if start else 0.0
-                case RecordFailure(request_id):
-                    peer = self._owners.get(request_id)
-                case Finish(request_id) | Reject(request_id):
-                    if isinstance(action, Finish):
-                        self._meter.finished(action)
-                    if (peer := self._owners.pop(request_id, None)) is not None:
-                        peer.requests.discard(request_id)
-            if peer is not None:
-                peer.post(message)
-                due[peer] = min(within_s, due.get(peer, within_s))
-        for peer, within_s in due.items():
-            peer.flush_within(within_s)
 
     def _fail(self, event: Event, batch: Batch | None, error: Exception) -> None:
         """Tell the frontends which event it was, and end: what is half-made must not go on."""

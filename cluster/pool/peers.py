@@ -1,15 +1,32 @@
-"""What the pool's actor remembers of a worker and of a frontend that talk to it."""
+"""What the pool's actor remembers of workers and frontends, and which messages go to which."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from cluster.metrics import PoolMeter
 from cluster.pool.protocol import FrontendMessage, PoolState, WorkerMessage
 from cluster.transport import Stream
-from scheduler.messages import Batch, Cancel, ReplicaSpec, Submit
+from scheduler.messages import (
+    Action,
+    Batch,
+    Cancel,
+    Dispatch,
+    Emit,
+    Finish,
+    Interrupt,
+    RecordFailure,
+    Reject,
+    Release,
+    ReplicaSpec,
+    Submit,
+)
+
+GATHER_S = 0.025
+"""How long token updates that are not urgent may wait for more of them."""
 
 
 @dataclass(slots=True, eq=False)
@@ -69,6 +86,10 @@ class FrontendPeer:
         elif self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(within_s, self.flush)
 
+    def flush_soon(self) -> None:
+        """Nothing urgent waits."""
+        self.flush_within(GATHER_S)
+
     def flush(self) -> None:
         """Send what waits and the pool's state now."""
         if self.lost:
@@ -84,6 +105,47 @@ class FrontendPeer:
         if self._timer is not None:
             self._timer.cancel()
         self.stream.end()
+
+
+def deliver(
+    actions: Iterable[Action],
+    workers: Mapping[str, WorkerPeer],
+    owners: dict[str, FrontendPeer],
+    meter: PoolMeter,
+) -> None:
+    """Send each to the peer that it concerns; what concerns one that is gone is dropped.
+
+    `owners`: the frontends, by their live requests.
+    """
+    due: dict[WorkerPeer | FrontendPeer, float] = {}
+    for action in actions:
+        peer: WorkerPeer | FrontendPeer | None = None
+        message: Any = action
+        within_s = 0.0
+        match action:
+            case Dispatch(batch):
+                message = batch
+                if (peer := workers.get(batch.replica_id)) is not None:
+                    peer.batches[batch.id] = batch
+            case Interrupt(replica_id) | Release(replica_id):
+                peer = workers.get(replica_id)
+            case Emit(request_id, start, tokens):
+                meter.committed(len(tokens))
+                peer = owners.get(request_id)
+                # Only the first token of a request is waited for by itself.
+                within_s = GATHER_S if start else 0.0
+            case RecordFailure(request_id):
+                peer = owners.get(request_id)
+            case Finish(request_id) | Reject(request_id):
+                if isinstance(action, Finish):
+                    meter.finished(action)
+                if (peer := owners.pop(request_id, None)) is not None:
+                    peer.requests.discard(request_id)
+        if peer is not None:
+            peer.post(message)
+            due[peer] = min(within_s, due.get(peer, within_s))
+    for peer, within_s in due.items():
+        peer.flush_within(within_s)
 
 
 def unlike(spec: ReplicaSpec, workers: Mapping[str, WorkerPeer]) -> str:

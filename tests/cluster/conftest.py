@@ -23,7 +23,7 @@ def _no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens hardly wait for more of them."""
-    monkeypatch.setattr("cluster.pool.actor._GATHER_S", 0.002)
+    monkeypatch.setattr("cluster.pool.peers.GATHER_S", 0.002)
     monkeypatch.setattr("cluster.frontend.answer._CHUNKS_PER_S", 1e6)
 
 
