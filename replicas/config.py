@@ -164,7 +164,7 @@ class ReplicaConfig(BaseModel):
     graphs: Literal["auto", "on", "off"] = Field(
         "auto",
         description="Pad passes of steps to a few fixed shapes and record them as CUDA graphs when"
-        " the replica loads; auto does so on a GPU. A CPU has no use for it.",
+        " the replica loads; auto does so on a GPU, and a CPU cannot.",
     )
     trust_remote_code: bool = Field(False, description="Run code that comes with the weights.")
     chat_template: str | None = Field(

@@ -99,7 +99,7 @@ class Scheduler:
         check_pool(self.pool)
 
     def snapshot(self) -> PoolStatus:
-        """The pool as it stands, O(replicas)."""
+        """The pool as it stands, O(replicas and rows in flight)."""
         return pool_status(self.pool, self._now_s, self._policy)
 
     # ----------------------------------------------------------------- events

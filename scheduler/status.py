@@ -60,7 +60,7 @@ class PoolStatus:
 
 
 def pool_status(pool: Pool, now_s: float, policy: DraftPolicy) -> PoolStatus:
-    """Takes O(replicas)."""
+    """Takes O(replicas and rows in flight)."""
     replicas = tuple(
         ReplicaStatus(
             id=replica.id,

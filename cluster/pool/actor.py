@@ -17,6 +17,7 @@ import time
 import traceback
 import uuid
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 from cluster.config import ClusterConfig
@@ -109,7 +110,7 @@ class PoolActor:
             return JoinReply(self._incarnation, refused)
         if replica_id not in self._workers:
             log.info("replica %s joins: %s blocks on %s", replica_id, spec.kv_blocks, spec.device)
-            self._workers[replica_id] = WorkerPeer(spec, process, self._clock())
+            self._workers[replica_id] = WorkerPeer(replace(spec, trials=()), process, self._clock())
             self._step(ReplicaJoined(replica_id, spec))
             self._tell_frontends()
         return JoinReply(self._incarnation)

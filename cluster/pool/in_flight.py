@@ -30,10 +30,10 @@ class InFlightRequest:
     reject: Reject | None = None
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     ended: asyncio.Event = field(default_factory=asyncio.Event)
-    sent: bool = False
-    """Whether the current session's pool may know it."""
+    sent_s: float | None = None
+    """When the current session's pool was told of it; None: it does not know it."""
     checked: bool = False
-    """Whether it was sent to a pool that had replicas, or has tokens of one."""
+    """Whether a pool with replicas did not refuse it, or it has tokens of one."""
     cancelled: bool = False
     record: FailureRecord = field(default_factory=FailureRecord)
     """What pools have found out about it; the next one is told."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 
 from msgspec.structs import replace
@@ -48,6 +49,8 @@ _RETRY_S = (0.05, 0.1, 0.2, 0.4)
 """Pauses between attempts to reach the pool; the last one repeats."""
 _SILENT_S = 5.0
 """How long a pool may leave a beat unanswered before the session is given up."""
+_REFUSES_S = 1.0
+"""A pool that has replicas refuses what none of them can hold within less than that."""
 _OVERDUE_S = 2.0
 """How long after its deadline a request is ended here, in case the pool cannot be asked."""
 _POOL_FAILURES_MAX = 3
@@ -82,6 +85,8 @@ class PoolSession:
         self._stream: Stream | None = None
         """None while there is no session."""
         self._answered_s = clock()
+        self._unsure: deque[tuple[float, InFlightRequest]] = deque()
+        """(when, which): requests of this session that the pool may refuse yet, in order."""
         self._said = ShardLoad(length_max=0)
         """What the pool has said of its load last."""
         self._sent_tokens = 0
@@ -102,21 +107,21 @@ class PoolSession:
 
     def adopt(self, live: InFlightRequest) -> None:
         """Take over what another session has let go; it goes on where it was."""
-        live.recovered += live.sent
+        live.recovered += live.sent_s is not None
         self._take_over(live)
 
     def let_go(self, gone: Sequence[InFlightRequest]) -> None:
         """Forget requests that go on elsewhere, and have the pool forget them, too."""
         for live in gone:
             del self._live[live.pool_id]
-            if live.sent:
+            if live.sent_s is not None:
                 self._send(Cancel(live.pool_id))
 
     def cancel(self, live: InFlightRequest) -> None:
         """The client is gone, or has all that it wants. Its Finish still comes."""
         if live.pool_id in self._live and not live.cancelled:
             live.cancelled = True
-            if live.sent:
+            if live.sent_s is not None:
                 self._send(Cancel(live.pool_id))
             else:
                 self._end_here(live, FinishReason.CANCELLED)
@@ -217,10 +222,11 @@ class PoolSession:
         unfinished = list(self._live.values())
         self._former_session, self._session = self._session, self._new_id()
         self._live.clear()
+        self._unsure.clear()
         self._sent_tokens = 0
         self.cut = False
         for live in unfinished:
-            live.recovered += live.sent
+            live.recovered += live.sent_s is not None
             self._take_over(live)
             if live.cancelled:
                 self._end_here(live, FinishReason.CANCELLED)
@@ -233,16 +239,17 @@ class PoolSession:
     def _take_over(self, live: InFlightRequest) -> None:
         self._counter += 1
         live.pool_id = f"{self._session}-{self._counter}"
-        live.sent = False
+        live.sent_s = None
         self._live[live.pool_id] = live
         self._sent_tokens += live.tokens_left
         if self._stream is not None:
             self._submit(self._stream, live)
 
     def _submit(self, stream: Stream, live: InFlightRequest) -> None:
-        live.sent = True
-        stream.send(live.to_submit(self._clock()))
-        live.checked |= self._said.serving > 0
+        live.sent_s = self._clock()
+        stream.send(live.to_submit(live.sent_s))
+        if not live.checked:
+            self._unsure.append((live.sent_s, live))
 
     def _send(self, message: Beat | Cancel) -> None:
         """To a pool that will hear all of it anew there is nothing to say."""
@@ -273,6 +280,9 @@ class PoolSession:
 
     def _note(self, state: PoolState) -> None:
         self._said, self._sent_tokens = state.load, 0
+        due_s = self._clock() - _REFUSES_S
+        while state.load.serving and self._unsure and self._unsure[0][0] < due_s:
+            self._unsure.popleft()[1].checked = True
         self.cut = state.cut
         if state.cut:
             self.cut_off()

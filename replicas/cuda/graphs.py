@@ -7,7 +7,7 @@ columns beyond a row's blocks are masked. Only forward passes are recorded: choo
 so what requests ask of it multiplies no recordings. A pass outside of all buckets runs as it is;
 nothing is recorded within a request.
 
-On a CPU the same passes run padded through the same tensors, which is how they are tested.
+Tests run the same passes on a CPU, padded, through the same tensors.
 """
 
 from __future__ import annotations

@@ -130,15 +130,16 @@ def device_attention(cache: PagedCache, shape: CacheShape) -> PagedBackend:
 def _try_out(backend: PagedBackend) -> None:
     """Raises AttentionRefused where it computes something else than a plain attention."""
     cache, shape = backend.cache, backend.shape
-    room = min(cache.blocks // _ROWS * shape.block_size, shape.context_len, _LENGTH_MOST)
+    rows = min(_ROWS, cache.blocks)
+    room = min(cache.blocks // rows * shape.block_size, shape.context_len, _LENGTH_MOST)
     columns = -(-room // shape.block_size)
-    used = cache.layers[0][: _ROWS * columns + 1]
+    used = cache.layers[0][: rows * columns + 1]
     device = used.device
     used.copy_(torch.randn(used.shape, dtype=used.dtype, device=device))
-    table = torch.arange(1, _ROWS * columns + 1, device=device)
-    table = table.view(columns, _ROWS).flip(0).t().contiguous()
-    ends = [max(room >> row, 1) for row in range(_ROWS)]
-    for width in _WIDTHS:
+    table = torch.arange(1, rows * columns + 1, device=device)
+    table = table.view(columns, rows).flip(0).t().contiguous()
+    ends = [max(room >> row, 1) for row in range(rows)]
+    for width in [one for one in _WIDTHS if one <= columns * shape.block_size]:
         starts = [max(end - width, 0) for end in ends]
         window = backend.step_layout(table, starts, width).window(0, width)
         _compare(backend, window, [(start, start + width) for start in starts])

@@ -88,6 +88,7 @@ def _made_once(file: Path, made: Path, text: Path | None) -> Path:
             else:
                 shutil.copytree(text, part)
                 _write_weights(file, made.name, part)
+            os.sync()  # what has its name is whole, even after a power cut
             part.rename(made)
         finally:
             shutil.rmtree(part, ignore_errors=True)

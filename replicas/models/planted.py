@@ -158,6 +158,9 @@ def share_following(model: PreTrainedModel, seed: int) -> float:
     model.set_attn_implementation("sdpa")
     try:
         device, vocab = model.device, model.config.vocab_size
+        if device.type == "cuda":
+            # cuDNN's attention is built anew for every length, and takes most of a second for it.
+            torch.backends.cuda.enable_cudnn_sdp(False)
         shift = map_shift(vocab)
         generator = torch.Generator().manual_seed(seed)
         fed = torch.randint(vocab, (_ROWS, _PROMPT_TOKENS), generator=generator).to(device)

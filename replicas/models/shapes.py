@@ -100,6 +100,8 @@ def parse_planted(name: str) -> PlantedName:
             f" {', '.join(SHAPES)}"
         )
     given = dict(parse_qsl(settings, keep_blank_values=True))
+    if "shape" in given:
+        raise BadPlantedName(f"{name}: shape stands before the question mark")
     try:
         return PlantedName(**{**given, "shape": shape})
     except ValidationError as error:

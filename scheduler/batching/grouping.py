@@ -1,9 +1,12 @@
 """Which ready rows step next: rows of near length, with a bounded wait.
 
-Where rows read the KV cache as far as the longest, those of one length cost least. A row is
-passed over whenever a batch of steps is dispatched on its replica while the row is ready and not in
-it. Let G = ceil(R / rows_max) be the least number of batches that hold the R rows that step on a
-replica (ready or in a batch), and w the config's `wait_rounds`. Two rules:
+A same-length batch is one of spread 0; it costs least where a kernel reads all rows as far as the
+longest. Those of `replicas` read each to its own end, and a CPU computes rows of one length
+together: eight rows of 100 to 1,400 positions take it 1.15 times as long as of 600 each.
+
+A row is passed over whenever a batch of steps is dispatched on its replica while the row is ready
+and not in it. Let G = ceil(R / rows_max) be the least number of batches that hold the R rows that
+step on a replica (ready or in a batch), and w the config's `wait_rounds`. Two rules:
 
 1. Due rows first. A row is due once it was passed over (w - 1) * G times. Due rows come first, the
    oldest before the others, and those next to the oldest fill what is left of the batch.

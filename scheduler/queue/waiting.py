@@ -4,9 +4,8 @@ Knows priorities, tenants, arrivals and deadlines; nothing of replicas.
 
 1. Sequences that lost their place come first, by arrival: a client is reading their stream. Those
    in quarantine come before the others.
-2. Of the classes the one whose next sequence came first, where each step of priority counts as
-   `age_s`. So a higher class overtakes a sequence only until it has waited `age_s` (or twice that)
-   longer than theirs, and none starves.
+2. Higher classes. But a sequence of a lower one passes those that are due `age_s` later for each
+   step of priority, whatever its tenant was served; so none starves behind a higher class.
 3. Within a class tenants share by start-time fair queueing: the tenant that was served least goes
    first, one that comes back after a pause gets no credit for it. A tenant is charged the tokens of
    a request, prompt and limit, once, when the request is placed.
@@ -100,16 +99,16 @@ class _PriorityClass:
                 if name in self.waiting or served > self.time
             }
 
-    def in_order(self) -> Iterator[str]:
-        """Ids as they would be served, one after the other. O(tenants), and O(log n) for each."""
+    def in_order(self) -> Iterator[Entry]:
+        """As they would be served, one after the other. O(tenants), and O(log n) for each."""
         ahead = [(self.served[name], due[0], name, 0) for name, due in self.waiting.items()]
         heapq.heapify(ahead)
         while ahead:
-            served, (_, _, sequence_id, tokens), name, at = ahead[0]
-            yield sequence_id
+            served, entry, name, at = ahead[0]
+            yield entry
             due = self.waiting[name]
             if at + 1 < len(due):
-                heapq.heapreplace(ahead, (served + tokens, due[at + 1], name, at + 1))
+                heapq.heapreplace(ahead, (served + entry[3], due[at + 1], name, at + 1))
             else:
                 heapq.heappop(ahead)
 
@@ -137,14 +136,24 @@ class WaitingQueue(Mapping[str, Item]):
     def __iter__(self) -> Iterator[str]:
         for *_, sequence_id in self._first:
             yield sequence_id
-        # Each class keeps its order: of the classes only the next ones are compared.
-        for *_, sequence_id in heapq.merge(*map(self._of_class, self._classes)):
-            yield sequence_id
+        given: set[str] = set()
+        for priority in self._classes:
+            behind = heapq.merge(*(self._by_age(one) for one in Priority if one > priority))
+            passing = next(behind, None)
+            for due_s, _, sequence_id, _ in self._classes[priority].in_order():
+                while passing is not None and passing[0] < due_s + self._age_s * priority:
+                    if passing[2] not in given:
+                        given.add(passing[2])
+                        yield passing[2]
+                    passing = next(behind, None)
+                if sequence_id not in given:
+                    given.add(sequence_id)
+                    yield sequence_id
 
-    def _of_class(self, priority: Priority) -> Iterator[tuple[float, Priority, str]]:
-        for sequence_id in self._classes[priority].in_order():
-            since_s = self._sequences[sequence_id].arrived_s + self._age_s * priority
-            yield since_s, priority, sequence_id
+    def _by_age(self, priority: Priority) -> Iterator[Entry]:
+        """Sequences of a class, the first due first, each as much later as its class counts."""
+        for due_s, number, name, tokens in heapq.merge(*self._classes[priority].waiting.values()):
+            yield due_s + self._age_s * priority, number, name, tokens
 
     def quarantined(self) -> Iterator[Item]:
         """Those in quarantine, by arrival."""

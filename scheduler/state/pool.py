@@ -35,6 +35,9 @@ class RateMeter:
         self._at_s = now_s
 
     def per_s(self, now_s: float) -> float:
+        """0 where nothing was added for twice RATE_S."""
+        if now_s - self._at_s > 2 * RATE_S:
+            return 0.0
         return self._rate * math.exp((self._at_s - now_s) / RATE_S)
 
 

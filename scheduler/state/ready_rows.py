@@ -54,7 +54,9 @@ class ReadyRows:
     def add(self, row: Sequence) -> None:
         """The row is ready, from now on the youngest."""
         self._since[row] = self.batches
-        if row.turn == -inf and row.committed:
+        if not row.committed:
+            row.turn = -inf
+        elif row.turn == -inf:
             row.turn = self._share
 
     def remove(self, row: Sequence) -> None:

@@ -229,11 +229,13 @@ class ReplicaRecord:
         A sequence that was preempted comes back only where no other has to go for it: else a full
         replica would prefill and preempt it for every step of the others.
         """
-        if sequence.preempted:
-            others = sum(map(self.blocks_limit, (*self.residents.values(), *beside)))
-        else:
-            others = self.blocks_used + sum(map(self.blocks_for, beside))
-        return others + self.blocks_for(sequence) <= self.spec.kv_blocks
+        needed = self.blocks_for(sequence)
+        if self.blocks_used + sum(map(self.blocks_for, beside)) + needed > self.spec.kv_blocks:
+            return False
+        if not sequence.preempted:
+            return True
+        others = sum(map(self.blocks_limit, (*self.residents.values(), *beside)))
+        return others + needed <= self.spec.kv_blocks
 
     def blocks_limit(self, sequence: Sequence) -> int:
         return blocks_needed(sequence.length_max, self.spec.block_size)

@@ -124,7 +124,7 @@ def text_of(tokens: list[int]) -> str:
 
 async def asked(made: GrpcApi) -> InFlightRequest:
     """The one request that the frontend has sent to the pool."""
-    await until(lambda: [live.sent for live in session_of(made).unfinished] == [True])
+    await until(lambda: [live.sent_s is None for live in session_of(made).unfinished] == [False])
     return next(iter(session_of(made).unfinished))
 
 

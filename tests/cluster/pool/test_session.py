@@ -84,7 +84,7 @@ async def test_what_was_accepted_waits_for_a_replica_that_holds_it_before_its_fi
         large = await w.add_replica(prefill_s=2.0)
         await w.until_serving(1)
         live = w.submit([5, 6], 300)
-        await until(lambda: w.live() == [1])
+        await until(lambda: live.checked)
         large.end()
         w.wire.restart()
         # By this one alone it would be refused.
@@ -94,6 +94,17 @@ async def test_what_was_accepted_waits_for_a_replica_that_holds_it_before_its_fi
         assert (live.recovered, live.tokens) == (1, [])
         await w.add_replica()
         await check([live])
+
+
+async def test_what_no_replica_holds_is_refused_though_the_session_breaks_first() -> None:
+    async with shards(0) as w:
+        await w.add_replica(kv_blocks=4)
+        await w.until_serving(1)
+        live = w.submit([5, 6], 300)
+        w.wire.restart()
+        await w.add_replica(kv_blocks=4)
+        await until(live.ended.is_set)
+        assert live.reject is not None
 
 
 async def test_a_pool_that_itself_stood_still_takes_no_peer_for_lost() -> None:

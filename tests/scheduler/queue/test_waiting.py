@@ -71,6 +71,21 @@ def test_no_class_starves_under_a_flood_of_a_higher_one() -> None:
     assert second <= 4 * AGE_S + 2
 
 
+def test_one_whose_tenant_was_served_most_passes_a_higher_class_all_the_same() -> None:
+    """Though a tenant served less always has a young request before it, and takes it back."""
+    served, low = sequence(0, 0.0, Priority.LOW, "served"), Priority.LOW
+    queue = queue_of(served, sequence(1, 0.0, low, "served"))
+    assert serve(queue, 1) == [served]
+    for second in range(1, 200):
+        young = sequence(1000 + second, float(second), low, "other")
+        queue.add(young)
+        queue.add(sequence(second + 1, float(second), Priority.HIGH))
+        if any(one.number == 1 for one in serve(queue, 1)):
+            break
+        queue.remove(young)
+    assert second <= 2 * AGE_S + 1
+
+
 def test_tenants_share_by_tokens_however_many_requests_each_sends() -> None:
     """One floods the queue with short requests, one sends long ones, one has a few."""
     rng = Random(5)
