@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import uuid
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
@@ -85,8 +86,8 @@ class PoolSession:
         self._stream: Stream | None = None
         """None while there is no session."""
         self._answered_s = clock()
-        self._unsure: deque[tuple[float, InFlightRequest]] = deque()
-        """(when, which): requests of this session that the pool may refuse yet, in order."""
+        self._unsure: deque[InFlightRequest] = deque()
+        """Those that the pool may refuse yet, in the order in which it was told."""
         self._said = ShardLoad(length_max=0)
         """What the pool has said of its load last."""
         self._sent_tokens = 0
@@ -249,7 +250,7 @@ class PoolSession:
         live.sent_s = self._clock()
         stream.send(live.to_submit(live.sent_s))
         if not live.checked:
-            self._unsure.append((live.sent_s, live))
+            self._unsure.append(live)
 
     def _send(self, message: Beat | Cancel) -> None:
         """To a pool that will hear all of it anew there is nothing to say."""
@@ -280,9 +281,14 @@ class PoolSession:
 
     def _note(self, state: PoolState) -> None:
         self._said, self._sent_tokens = state.load, 0
-        due_s = self._clock() - _REFUSES_S
-        while state.load.serving and self._unsure and self._unsure[0][0] < due_s:
-            self._unsure.popleft()[1].checked = True
+        told_s = self._clock() - _REFUSES_S if state.load.serving else -math.inf
+        while self._unsure:
+            live = self._unsure[0]
+            here = live.pool_id in self._live
+            if here and live.sent_s is not None and live.sent_s >= told_s:
+                break
+            live.checked |= here
+            self._unsure.popleft()
         self.cut = state.cut
         if state.cut:
             self.cut_off()
