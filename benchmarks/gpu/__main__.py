@@ -50,7 +50,7 @@ from replicas.models.shapes import DRAFTS
 BLOCK_SIZE = 16
 EAGER = "eager"
 DETERMINISTIC, DETERMINISTIC_HEAD = "deterministic", "deterministic head"
-TOLD = ("state", "unrecorded", "memory_gb", "message")
+TOLD = ("state", "memory_gb", "message")
 """Of a mode, in the JSON file."""
 
 
@@ -85,11 +85,11 @@ def show(modes: dict[str, Mode]) -> None:
         print(
             table(list(rows[0]), [["" if x is None else x for x in row.values()] for row in rows])
         )
-    header = ("mode", "state", "steps unrecorded", "GPU memory, GB", "message")
+    header = ("mode", "state", "GPU memory, GB", "message")
     said = []
     for name, one in modes.items():
         message, memory_gb = one.message.replace("|", "\\|"), one.memory_gb or ""
-        said.append((name, one.state, len(one.unrecorded), memory_gb, message))
+        said.append((name, one.state, memory_gb, message))
     print(table(header, said))
 
 

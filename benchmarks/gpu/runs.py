@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import sys
-import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -31,8 +29,6 @@ GENERATE_BATCH = 8
 """Rows of a batch of transformers' `generate`."""
 REQUESTS_LEAST = 2
 """Requests of a run at the smallest batch sizes."""
-UNRECORDED = "a pass runs unrecorded"
-"""How the warning begins that a replica gives for a step without a CUDA graph."""
 _MESSAGE_MOST = 300
 """Characters: a compiler's messages go on for pages."""
 
@@ -65,8 +61,6 @@ class Mode:
     """Or "measured" or "failed"."""
     message: str = ""
     """Why it failed, in one line."""
-    unrecorded: list[str] = field(default_factory=list)
-    """Steps of which a CUDA graph was to be made and could not: each warning once."""
     memory_gb: float | None = None
     """Of a GPU, the most that torch had taken at any time in this mode, weights included."""
     alone: list[list[int]] = field(default_factory=list)
@@ -182,18 +176,13 @@ def attempt(name: str, mode: Mode, args: argparse.Namespace, rates: Rates) -> di
     device, about = torch.device(mode.config.device), {}
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    with warnings.catch_warnings(record=True) as shown:
-        warnings.filterwarnings("always", UNRECORDED)
-        try:
-            about = measure(name, mode, args, rates)
-            mode.state = "measured"
-        except Exception as error:  # a kernel or its compiler may raise anything
-            mode.state = "failed"
-            mode.message = one_line(f"{type(error).__name__}: {error}")
-            print(f"{name}: {mode.state}: {mode.message}", flush=True)
-    texts = dict.fromkeys(one_line(str(each.message)) for each in shown)
-    mode.unrecorded = [text for text in texts if text.startswith(UNRECORDED)]
-    print("\n".join(texts), file=sys.stderr, flush=True)
+    try:
+        about = measure(name, mode, args, rates)
+        mode.state = "measured"
+    except Exception as error:  # a kernel or its compiler may raise anything
+        mode.state = "failed"
+        mode.message = one_line(f"{type(error).__name__}: {error}")
+        print(f"{name}: {mode.state}: {mode.message}", flush=True)
     if device.type == "cuda":
         mode.memory_gb = torch.cuda.max_memory_reserved(device) / 1e9
     free(device)

@@ -5,22 +5,24 @@ recording holds addresses and shapes, so rows, tokens per row and KV positions a
 buckets and inputs are copied into standing tensors. Rows that only pad lie in the scrap block, and
 columns beyond a row's blocks are masked. Only forward passes are recorded: choosing tokens is not,
 so what requests ask of it multiplies no recordings. A pass outside of all buckets runs as it is;
-nothing is recorded within a request.
+nothing is recorded within a request. What cannot be recorded ends the load: a replica several times
+slower than its like would be no help.
 
 Tests run the same passes on a CPU, padded, through the same tensors.
 """
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from itertools import product
 from typing import Any, Protocol
 
 import torch
 
-from replicas.cuda.recording import record, warm_up
 from replicas.kv_cache import SCRAP_BLOCK, CacheShape, DeviceLayout, DeviceWindow, PagedCache
 from replicas.models.paged_model import ALL, AttentionBackend, Layout, Output, Wants
 
@@ -49,6 +51,10 @@ def buckets(most: int) -> list[int]:
     return [*sizes, most]
 
 
+class NotRecorded(RuntimeError):
+    """A pass that is no CUDA graph; the message says which one and what helps."""
+
+
 class Recordable(Protocol):
     """A PagedModel, or a head, which takes hidden states beside tokens."""
 
@@ -75,7 +81,8 @@ class GraphedModel:
         hidden_size: int = 0,
     ) -> None:
         """Records now, on rows that all lie in the scrap block; `widths` are tokens per row,
-        `hidden_size` the numbers per token of what a head takes beside tokens."""
+        `hidden_size` the numbers per token of what a head takes beside tokens. Raises
+        NotRecorded."""
         shape = model.backend.shape
         self.backend, self.device, self.vocab = model.backend, model.device, model.vocab
         self.model = model
@@ -88,8 +95,9 @@ class GraphedModel:
         graph_pool = torch.cuda.graph_pool_handle() if model.device.type == "cuda" else None
         # From the largest to the smallest: what it takes serves all others.
         kinds = product(buckets(rows_most), sorted(set(widths)), [one + beyond for one in blocks])
-        for kind in sorted((Kind(*one) for one in kinds), reverse=True):
-            self.passes[kind] = FixedPass(model, shape, kind, taps, graph_pool, hidden_size)
+        with _no_garbage_collected():
+            for kind in sorted((Kind(*one) for one in kinds), reverse=True):
+                self.passes[kind] = FixedPass(model, shape, kind, taps, graph_pool, hidden_size)
         self._kinds = sorted(self.passes)
 
     def forward(
@@ -161,10 +169,10 @@ class FixedPass:
         if device.type == "cuda":
             try:
                 with torch.inference_mode():
-                    warm_up(run, device, _WARM_UPS)
                     self._graph, self._out = record(run, device, graph_pool)
             except RuntimeError as error:
-                warnings.warn(f"a pass runs unrecorded: {kind}: {error}", stacklevel=2)
+                message = f"{kind} cannot be recorded: {error}; graphs: off runs without"
+                raise NotRecorded(message) from error
 
     def run(self, tokens: torch.Tensor, window: DeviceWindow, *hidden: torch.Tensor) -> Output:
         rows, width = window.rows, window.width
@@ -189,3 +197,47 @@ def _cut(x: torch.Tensor, kind: Kind, window: DeviceWindow) -> torch.Tensor:
     """What the pass's own tokens have, [tokens, ...], of all that was computed."""
     grid = x.view(kind.rows, kind.width, *x.shape[1:])
     return grid[: window.rows, : window.width].flatten(0, 1)
+
+
+def record(
+    run: Callable[[], Output], device: torch.device, graph_pool: Any
+) -> tuple[torch.cuda.CUDAGraph, Output]:
+    """A graph of what `run` launches, and its result, whose tensors each replay overwrites.
+
+    cuBLAS's workspaces are allocated anew: a recording holds its workspace's address, and torch
+    does not know. torch 2.13 frees a stream's workspace as soon as any recording made there is
+    destroyed, under all others (its issue 193402). Forgotten before and after, it is part of their
+    memory, which lives as long as they do.
+    """
+    stream, graph = _recording_stream(device), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        for _ in range(_WARM_UPS):  # libraries allocate and choose kernels in the first runs
+            run()
+    torch.cuda.current_stream(device).wait_stream(stream)
+    torch._C._cuda_clearCublasWorkspaces()
+    # What other threads do to the device meanwhile spoils nothing.
+    mode = "thread_local"
+    with torch.cuda.graph(graph, pool=graph_pool, stream=stream, capture_error_mode=mode):
+        result = run()
+    torch._C._cuda_clearCublasWorkspaces()
+    return graph, result
+
+
+@cache
+def _recording_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all: torch keeps a workspace of cuBLAS's, 32 MiB on Hopper, for every stream."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def _no_garbage_collected() -> Iterator[None]:
+    """Recordings of an earlier replica that are destroyed during one spoil it."""
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
