@@ -6,7 +6,7 @@ nothing. So a query's bits depend on its own row alone. With few queries the pie
 and a second kernel adds them up (split keys, as in Dao et al., "Flash-Decoding", 2023); in a
 prefill one program goes through all of them.
 
-Queries that share a KV head are rows of one matrix. It has QUERIES rows in every pass, for a GPU
+Queries that share a KV head are rows of one matrix: as many, padded, in every pass, for a GPU
 multiplies matrices of other heights by other instructions.
 """
 
@@ -15,8 +15,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-QUERIES = 64
-"""Rows of the matrix: query tokens times query heads per KV head."""
 KEYS = 64
 """Positions that are multiplied at once."""
 _LEAST: tl.constexpr = tl.constexpr(-1e30)

@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from replicas.invariant import GATHERED_MOST, SCORES_MOST, TILE
+from replicas.invariant import GATHERED_MOST, PIECE, SCORES_MOST, TILE
 from replicas.memory.shapes import ModelShape, PairShape
+from replicas.models.attention import summed_in_pieces
 
 _FLOAT32 = 4
 _GROUPS = 4
@@ -43,11 +44,6 @@ class Workload:
     def step_tokens(self) -> int:
         """Tokens that the target checks in a step."""
         return self.rows * (self.draft_len + 1)
-
-    @property
-    def prefill_cells(self) -> int:
-        """Tokens of a prefill pass on a device, all rows padded to the widest."""
-        return self.prefill_rows * min(self.chunk_tokens, self.pass_tokens)
 
     def shrunk(self, rows: int, draft_len: int, pass_tokens: int) -> Workload:
         return replace(self, rows=rows, draft_len=draft_len, pass_tokens=pass_tokens)
@@ -120,9 +116,8 @@ def computed_passes(models: list[ModelShape], item: int, on_gpu: bool) -> Measur
         step, prefill = 0, 0
         for one in models:
             if on_gpu:
-                attended = _device_attention(one, work.rows, work.step_tokens, length, item)
-                cells = work.prefill_cells
-                filled = _device_attention(one, work.prefill_rows, cells, longest, item)
+                attended = _device_attention(one, work.rows, work.draft_len + 1, length)
+                filled = _device_attention(one, work.prefill_rows, work.chunk_tokens, longest)
             else:
                 attended = filled = _host_attention(one, work.rows, length, item)
             token = _token_numbers(one) * item
@@ -149,11 +144,12 @@ def _host_attention(shape: ModelShape, rows: int, length: int, item: int) -> int
     return (scores + row) * _FLOAT32 + 2 * gathered * item
 
 
-def _device_attention(shape: ModelShape, rows: int, cells: int, length: int, item: int) -> int:
-    """More than the kernels' sums of pieces: copies of all rows' keys and values, and a mask."""
+def _device_attention(shape: ModelShape, rows: int, width: int, length: int) -> int:
+    """The kernel's sums of pieces, with a query's largest score and its weights' sum beside each:
+    at most of rows as wide as have any."""
     group = shape.heads // shape.kv_heads
-    masked = cells * length * (1 + item + 2 * group * item)
-    return 2 * rows * length * shape.kv_numbers * item + masked
+    queries = rows * min(width, summed_in_pieces(group)) * shape.heads
+    return queries * -(-length // PIECE) * (shape.head_dim + 2) * _FLOAT32
 
 
 def prepacked_bytes(shape: ModelShape) -> int:

@@ -23,6 +23,8 @@ from replicas.kv_cache import (
 from replicas.models.decoder import LayerAttention
 from replicas.models.paged_model import ERROR_FLOOR, plain_attention
 
+QUERIES = 64
+"""Rows of the kernel's matrix: query tokens times query heads per KV head, padded."""
 _WARPS = 4
 _ROWS = 4
 _LENGTH_MOST = 600
@@ -46,15 +48,14 @@ class PagedBackend:
         except ImportError as error:
             raise AttentionRefused(f"attention on a GPU needs Triton: {error}") from None
         self._group = shape.heads // shape.kv_heads
-        if self._group > kernels.QUERIES:
+        if self._group > QUERIES:
             raise AttentionRefused(
                 f"{self._group} query heads share a KV head; attention on a GPU serves"
-                f" {kernels.QUERIES} at most"
+                f" {QUERIES} at most"
             )
         self._kernels = kernels
         self._group_rows = _power(self._group)
-        self.width_most = kernels.QUERIES // self._group_rows
-        """Query tokens of a row up to which its pieces are summed side by side."""
+        self.width_most = summed_in_pieces(self._group)
 
     def step_layout(self, table: torch.Tensor, starts: Sequence[int], width: int) -> DeviceLayout:
         return DeviceLayout(table, starts, width, self.shape)
@@ -94,7 +95,7 @@ class PagedBackend:
                 *(queries.stride(0), queries.stride(1), table.stride(0), columns, pieces, folded),
                 **sizes,
                 GROUP_ROWS=self._group_rows,
-                QUERIES=kernels.QUERIES,
+                QUERIES=QUERIES,
                 KEYS=kernels.KEYS,
                 WHOLE=whole,
                 num_warps=_WARPS,
@@ -164,6 +165,12 @@ def _compare(backend: PagedBackend, window: DeviceWindow, ranges: Sequence[Token
     limit = ERROR_FLOOR[cache.dtype] * plain.abs().max()
     if not bool((got - plain).abs().max() <= limit):  # NaN, too
         raise AttentionRefused("Triton's attention computes something else here than a plain one")
+
+
+def summed_in_pieces(group: int) -> int:
+    """Query tokens of a row up to which its pieces are summed side by side, where so many query
+    heads share a KV head."""
+    return QUERIES // _power(group)
 
 
 def _power(number: int) -> int:

@@ -147,7 +147,7 @@ def test_output_is_that_of_the_target_alone(
 
 def test_a_drafter_gets_the_memory_that_it_asks_for() -> None:
     """The plan leaves it, and has fewer blocks for it."""
-    config = ReplicaConfig(device="cpu", block_size=4, memory="100MiB", calibrate=False)
+    config = ReplicaConfig(device="cpu", block_size=4, memory="200MiB", calibrate=False)
     plain = replace(tiny_pair("llama"), draft=None)
     pair = replace(plain, draft=toy_source())
     planned, without = (

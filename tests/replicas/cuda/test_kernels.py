@@ -16,12 +16,13 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from replicas.kernels import attention, layers
+from replicas.models.attention import QUERIES
 
 COUNTS = dict.fromkeys(("starts", "firsts", "counts", "table", "slots", "positions"), "*i64")
 NUMBERS = dict.fromkeys(("columns", "pieces", "folded", "inner", "token_stride"), "i32")
 NUMBERS |= {"head_stride": "i32", "table_stride": "i32", "scale": "fp32", "eps": "fp32"}
 SIZES = {"GROUP": 4, "GROUP_ROWS": 4, "DIM": 128, "DIMS": 128, "BLOCK": 16, "PIECE": 256}
-SIZES |= {"QUERIES": attention.QUERIES, "KEYS": attention.KEYS, "KV_HEADS": 8, "HALF": 64}
+SIZES |= {"QUERIES": QUERIES, "KEYS": attention.KEYS, "KV_HEADS": 8, "HALF": 64}
 SIZES |= {"INNER": 1024}
 
 

@@ -25,7 +25,7 @@ from replicas.stopwatch import Stopwatch
 from scheduler.messages import SamplingParams
 from tests.replicas.heads import TARGET_VOCAB, headed_replica, plain_head, said, save_head
 from tests.replicas.pool import Client, failing_pass, prompt
-from tests.tiny_pairs import target_model, tiny_pair
+from tests.tiny_pairs import DEVICE, target_model, tiny_pair
 
 CPU = torch.device("cpu")
 TARGET = target_model("llama").config
@@ -54,12 +54,13 @@ class Headed(Client):
         ids, contents = list(self.contents), list(self.contents.values())
         for one, content in self.contents.items():
             blocks.grow(one, len(content) + k)
-        sampling = SamplingBatch.of([SamplingParams()] * len(ids), CPU)
-        table = blocks.table(ids, CPU)
+        device = torch.device(DEVICE)
+        sampling = SamplingBatch.of([SamplingParams()] * len(ids), device)
+        table = blocks.table(ids, device)
         ask = Ask(ids, contents, [k] * len(ids), sampling, table, token_most=TARGET_VOCAB)
         assert drafter is not None
         with torch.inference_mode():
-            proposal = drafter.propose(ask, Stopwatch(CPU))
+            proposal = drafter.propose(ask, Stopwatch(device))
         assert list(proposal.lens) == [k] * len(ids)
         drafts = [expected(self.path, content, k) for content in contents]
         assert proposal.tokens.t().tolist() == drafts

@@ -118,6 +118,7 @@ def test_a_model_whose_tokens_see_their_batch_is_refused() -> None:
         deterministic(model)
 
 
+@pytest.mark.skipif(DEVICE != "cpu", reason="joined layers, which a GPU has, do not run it")
 def test_a_layer_that_is_not_row_wise_is_refused_by_name() -> None:
     class Two(nn.Module):
         def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

@@ -29,14 +29,16 @@ from replicas.memory import (
     plan_memory,
     weight_bytes,
 )
-from replicas.memory.buffers import Workload, buffers, computed_passes, prepacked_bytes
-from replicas.memory.measure import measured_passes
+from replicas.memory.buffers import PassBytes, Workload, buffers, computed_passes, prepacked_bytes
+from replicas.memory.measure import measured_passes, peak_bytes
 from replicas.memory.plan import PASS_TOKENS_LEAST
 from replicas.memory.shapes import DraftMemory, without_storage
+from replicas.models import attention
 from replicas.models.pair import load_pair, read_pair
 from replicas.replica import Replica
 from scheduler.config import SchedulerConfig
 from scheduler.messages import Request
+from tests.gathering import Kernels
 from tests.reference import plain_greedy
 from tests.replicas.models.test_pair import WORDS, save_model
 from tests.tiny_pairs import SHAPE, target_model, tiny_pair, tiny_replica
@@ -237,7 +239,9 @@ def test_a_budget_over_what_a_gpu_has_free_is_refused_at_load_but_can_be_planned
 
 
 def allocated(run: Callable[[], object], device: torch.device) -> int:
-    """As `peak_bytes`, by what torch's profiler says of the CPU's allocator."""
+    """As `peak_bytes`; of a CPU, by what torch's profiler says of its allocator."""
+    if device.type == "cuda":
+        return peak_bytes(run, device)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         run()
     assert seen.profiler is not None
@@ -246,22 +250,30 @@ def allocated(run: Callable[[], object], device: torch.device) -> int:
     return int(max(accumulate(size for _, size in events)))
 
 
-def test_what_the_largest_passes_take_lies_within_the_bounds_and_grows_with_them() -> None:
-    pair, context_len = tiny_pair("llama"), 512
-    config = ReplicaConfig(block_size=4)
-    measured = measured_passes(pair.target, config, context_len, allocated)
-    bounds = computed_passes(pair.shape.models[:1], 4, on_gpu=True)
-    steps, prefills = [], []
-    sizes = ((1, 0, 8, 64), (1, 1, 16, 64), (4, 1, 32, 128), (8, 4, 60, 256), (8, 8, 60, 480))
-    for rows, draft_len, chunk, tokens in sizes:
-        work = Workload(rows, draft_len, 8, chunk, tokens, context_len, 4)
-        taken, bound = measured(work), bounds(work)
-        assert 0 < taken.step <= bound.step
-        assert 0 < taken.prefill <= bound.prefill
-        steps.append(taken.step)
-        prefills.append(taken.prefill)
-    assert steps == sorted(set(steps))
-    assert prefills == sorted(set(prefills))
+def passes(rows: int, draft_len: int, chunk: int, tokens: int) -> tuple[PassBytes, PassBytes]:
+    """What the largest of a tiny target take, and the bounds."""
+    pair = tiny_pair("llama")
+    length = pair.context_len
+    measured = measured_passes(pair.target, ReplicaConfig(block_size=4), length, allocated)
+    work = Workload(rows, draft_len, 8, chunk, tokens, length, 4)
+    return measured(work), computed_passes(pair.shape.models[:1], 4, on_gpu=True)(work)
+
+
+def test_what_the_largest_passes_take_lies_within_the_bounds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(attention, "PagedBackend", Kernels)
+    taken, bound = passes(2, 1, 8, 32)
+    assert 0 < taken.step <= bound.step
+    assert 0 < taken.prefill <= bound.prefill
+
+
+def test_what_they_take_grows_with_them() -> None:
+    sizes = ((1, 0, 8, 64), (4, 1, 32, 128), (8, 4, 60, 256), (8, 8, 60, 400))
+    taken = [passes(*one)[0] for one in sizes]
+    for what in ("step", "prefill"):
+        grown = [getattr(one, what) for one in taken]
+        assert grown == sorted(set(grown))
 
 
 def test_a_plan_goes_by_what_was_measured_and_shrinks_where_a_device_has_no_room() -> None:

@@ -18,7 +18,7 @@ from replicas.models.build import build, trial_logits
 from replicas.models.paged_model import ERROR_FLOOR
 from replicas.models.reference import own_logits
 from tests.replicas.built import Rows, built, uneven_model, with_massive_activations
-from tests.tiny_pairs import ARCHITECTURES
+from tests.tiny_pairs import ARCHITECTURES, DEVICE
 
 LENGTHS = (3, 40, 97, 200)
 
@@ -45,12 +45,15 @@ def test_logits_over_the_paged_cache_are_the_models_own(architecture: str, join:
 def test_a_gpus_kernels_compute_what_the_operations_do(architecture: str) -> None:
     """On a CPU Triton interprets them. Qwen3 has norms of heads."""
     layers = pytest.importorskip("replicas.kernels.layers")
-    config = ReplicaConfig(block_size=4, device="cpu", graphs="on")
+    config = ReplicaConfig(block_size=4, device=DEVICE, graphs="on")
     with torch.inference_mode():
-        paged, _ = build(uneven_model(architecture), "tiny", config, 20, 64, False)
+        model = uneven_model(architecture).to(DEVICE)
+        paged, _ = build(model, "tiny", config, 20, 64, False)
+        assert paged.decoder is not None
+        paged.decoder.kernels = None
+        paged.cache.clear()
         expected = trial_logits(paged)
         keys = [layer.clone() for layer in paged.cache.layers]
-        assert paged.decoder is not None
         paged.decoder.kernels = layers
         paged.cache.clear()
         got = trial_logits(paged)
@@ -62,11 +65,12 @@ def test_a_gpus_kernels_compute_what_the_operations_do(architecture: str) -> Non
 
 def test_they_write_only_numbers_into_a_cache_in_float16() -> None:
     layers = pytest.importorskip("replicas.kernels.layers")
-    cache = PagedCache(1, 2, 8, 3, 4, torch.float16, torch.device("cpu"))
-    qkv = torch.ones(2, 8, 8, dtype=torch.float16)
+    device = torch.device(DEVICE)
+    cache = PagedCache(1, 2, 8, 3, 4, torch.float16, device)
+    qkv = torch.ones(2, 8, 8, dtype=torch.float16, device=device)
     qkv[0, 5, 3], qkv[1, 7, 0], qkv[1, 6, 6] = torch.nan, torch.inf, -torch.inf
-    places = torch.tensor([4, 9])
-    table = torch.ones(16, 2, 8, dtype=torch.float16)
+    places = torch.tensor([4, 9], device=device)
+    table = torch.ones(16, 2, 8, dtype=torch.float16, device=device)
     layers.rotate_and_write(qkv, cache, 0, places, places, table, None)
     (layer,) = cache.layers
     assert layer.isfinite().all()
