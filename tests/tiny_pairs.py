@@ -23,10 +23,11 @@ from transformers import (
 )
 
 from replicas.config import ReplicaConfig
+from replicas.cuda import GraphedModel
 from replicas.drafters import Drafter
 from replicas.drafters.model import ModelSource
 from replicas.models import attention
-from replicas.models.paged_model import ATTENTION
+from replicas.models.paged_model import ATTENTION, PagedModel
 from replicas.models.pair import Pair
 from replicas.replica import Replica
 from tests.gathering import GatherBackend
@@ -38,7 +39,7 @@ VOCAB = 97
 DEVICE = os.environ.get("LOCKSTEP_TEST_DEVICE", "cpu")
 """Of the oracle's replicas: `cuda:0` on a machine with a GPU."""
 FEW_KINDS = {} if DEVICE == "cpu" else {"plan_rows": 8, "plan_draft_len": 4}
-"""A GPU records passes of few kinds, so that loading is quick; others run unrecorded."""
+"""A GPU records passes of few kinds, so that loading is quick; others run as they are."""
 ARCHITECTURES = ("llama", "qwen3", "glm4")
 
 SHAPE = {
@@ -109,6 +110,11 @@ def pair_in(dtype: torch.dtype, architecture: str = "llama") -> Pair:
     for model in (pair.target, pair.draft.model):
         model.to(dtype)
     return dataclasses.replace(pair, dtype=dtype)
+
+
+def unrecorded(model: PagedModel | GraphedModel) -> PagedModel:
+    """A GPU has recordings before it."""
+    return model.model if isinstance(model, GraphedModel) else model
 
 
 def tiny_replica(

@@ -105,8 +105,10 @@ def buffers(pair: PairShape, work: Workload, item: int, taken: PassBytes, on_gpu
     return replace(counted, slack=slack)
 
 
-def computed_passes(models: list[ModelShape], item: int, on_gpu: bool) -> MeasurePasses:
-    """Bounds from shapes alone, with rows as long as the context."""
+def computed_passes(
+    models: list[ModelShape], item: int, on_gpu: bool, tiled: bool = False
+) -> MeasurePasses:
+    """Bounds from shapes alone, with rows as long as the context; `tiled`: in whole tiles."""
 
     def passes(work: Workload) -> PassBytes:
         # Rows are read as far as if the widest stood at the end of the context.
@@ -114,6 +116,9 @@ def computed_passes(models: list[ModelShape], item: int, on_gpu: bool) -> Measur
         longest = work.context_len + work.chunk_tokens
         logits = max(one.vocab for one in models) * (2 * item + _SAMPLING_COPIES * _FLOAT32)
         step, prefill = 0, 0
+        tokens = work.step_tokens
+        if tiled:
+            tokens = -(-tokens // TILE) * TILE
         for one in models:
             if on_gpu:
                 attended = _device_attention(one, work.rows, work.draft_len + 1, length)
@@ -123,7 +128,7 @@ def computed_passes(models: list[ModelShape], item: int, on_gpu: bool) -> Measur
             token = _token_numbers(one) * item
             step = max(step, token * max(work.step_tokens, TILE) + attended)
             prefill = max(prefill, token * max(work.pass_tokens, TILE) + filled)
-        return PassBytes(step + work.step_tokens * logits, prefill)
+        return PassBytes(step + tokens * logits, prefill)
 
     return passes
 

@@ -108,7 +108,7 @@ def plan_memory(
     """
     item = dtype_of(config).itemsize
     on_gpu = device.type == "cuda"
-    computed = computed_passes(pair.models, item, on_gpu)
+    computed = computed_passes(pair.models, item, on_gpu, config.deterministic)
     recorded = on_gpu and config.fixed_shapes(device)
 
     def counted(work: Workload, passes: MeasurePasses = passes or computed) -> Buffers:

@@ -15,11 +15,10 @@ from __future__ import annotations
 import random
 
 from cluster.local_engine import LocalEngine
-from replicas.cuda import GraphedModel
 from scheduler.config import SchedulerConfig
 from scheduler.messages import Request
 from tests.reference import plain_greedy
-from tests.tiny_pairs import VOCAB, target_model, tiny_replica
+from tests.tiny_pairs import VOCAB, target_model, tiny_replica, unrecorded
 
 PAD, EOS = 0, 2
 
@@ -43,8 +42,7 @@ def test_trap_05_realignment_moves_no_kv_data() -> None:
     engine = LocalEngine(replica, SchedulerConfig(rows_max=4, draft_len=3, steps_per_batch_max=1))
     outputs = {str(i): engine.submit(Request(str(i), prompt(10 + i), 40)) for i in range(4)}
     engine.advance()
-    target = replica.target
-    layer = (target.model if isinstance(target, GraphedModel) else target).cache.layers[0]
+    layer = unrecorded(replica.target).cache.layers[0]
     for _ in range(6):
         before = layer.clone()
         valid = {one: 9 + int(one) + len(outputs[one].tokens) for one in replica.residents}

@@ -11,9 +11,10 @@ import torch
 from hypothesis import given, strategies as st
 
 from replicas.kv_cache import BlockAllocator, Chain, OutOfBlocks, root_key
+from replicas.replica import PREFIX_GAIN_TOKENS
 from tests.reference import plain_greedy
 from tests.replicas.pool import Client, failing_pass
-from tests.tiny_pairs import target_model, tiny_replica
+from tests.tiny_pairs import DEVICE, target_model, tiny_replica, unrecorded
 
 BLOCK = 4
 IDENTITY = ("target", "draft", "float32", BLOCK)
@@ -230,7 +231,10 @@ def test_a_found_prefix_goes_beyond_the_chunk_that_was_asked_for(chats: Chats) -
     assert chats.prefill_until(4, b=20).rows
 
 
-def test_prompts_of_one_batch_share_what_the_first_of_them_computes() -> None:
+def test_prompts_of_one_batch_share_what_the_first_of_them_computes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(PREFIX_GAIN_TOKENS, "cuda", PREFIX_GAIN_TOKENS["cpu"])
     client = Client(tiny_replica("llama", block_size=BLOCK))
     system = PROMPT * 3
     prompts = {f"{n}": [*system, n, n + 1, n] for n in range(4)}
@@ -255,8 +259,8 @@ def test_a_failed_prefill_leaves_what_is_shared_as_it_was(chats: Chats) -> None:
 def test_shared_blocks_are_never_written(chats: Chats) -> None:
     chats.run("a", PROMPT, 10)
     replica = chats.replica
-    caches = [model.cache for model in (replica.target, replica.drafter.model)]
-    table = replica.blocks.table(["a"], torch.device("cpu"))[0, :4]
+    caches = [unrecorded(model).cache for model in (replica.target, replica.drafter.model)]
+    table = replica.blocks.table(["a"], torch.device(DEVICE))[0, :4]
     before = [[layer[table].clone() for layer in cache.layers] for cache in caches]
     for k in (0, 1, 4):
         assert chats.run(f"b{k}", PROMPT, 12, k=k) == 16

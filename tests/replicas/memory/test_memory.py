@@ -41,7 +41,7 @@ from scheduler.messages import Request
 from tests.gathering import Kernels
 from tests.reference import plain_greedy
 from tests.replicas.models.test_pair import WORDS, save_model
-from tests.tiny_pairs import SHAPE, target_model, tiny_pair, tiny_replica
+from tests.tiny_pairs import DEVICE, SHAPE, target_model, tiny_pair, tiny_replica
 
 CPU = torch.device("cpu")
 GPU = torch.device("cuda")
@@ -282,16 +282,16 @@ def test_a_plan_goes_by_what_was_measured_and_shrinks_where_a_device_has_no_room
 
     def peak(run: Callable[[], object], device: torch.device) -> int:
         runs.append(allocated(run, device))
-        if runs[-1] > 4_000_000:
+        if runs[-1] > 2_000_000:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return runs[-1]
 
     config = ReplicaConfig(block_size=4, kv_blocks=500, memory=BILLION)
     measured = measured_passes(pair.target, config, pair.context_len, peak)
     plan = plan_memory(config, pair.shape, GPU, loaded=True, passes=measured)
-    assert max(runs) > 4_000_000
+    assert max(runs) > 2_000_000
     assert plan.work != plan.wanted
-    assert max(plan.buffers.step, plan.buffers.prefill) <= 4_000_000
+    assert max(plan.buffers.step, plan.buffers.prefill) <= 2_000_000
     assert (plan.buffers.step, plan.buffers.prefill) == dataclasses.astuple(measured(plan.work))
     # A recording keeps what its pass takes.
     assert plan.buffers.recorded == plan.buffers.step
@@ -320,6 +320,7 @@ def test_too_small_a_budget_is_refused_before_weights_are_read(tmp_path: Path) -
         load_pair(config)
 
 
+@pytest.mark.skipif(DEVICE != "cpu", reason="a GPU measures what passes take: less than the bounds")
 def test_a_replica_in_the_least_memory_serves_the_same_tokens() -> None:
     """Its spec tells the scheduler one row, and prompts go in narrow passes."""
     with pytest.raises(TooLittleMemory) as refused:
