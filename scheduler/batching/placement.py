@@ -36,7 +36,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from scheduler.batching.grouping import batches_per_round
-from scheduler.batching.prefill import first_half, least_part
+from scheduler.batching.prefill import first_half
 from scheduler.config import SchedulerConfig
 from scheduler.faults import excluded
 from scheduler.messages import BatchKind
@@ -142,8 +142,7 @@ def _next_quarantined(replica: ReplicaRecord, pool: Pool, again: bool) -> Placem
 def _next_rows(replica: ReplicaRecord, pool: Pool, tokens: int) -> Placement:
     """Other rows that this replica takes from the front of the queue for one prefill batch.
 
-    A row that is begun with what is left of the batch ends it, and so does one for which too little
-    is left.
+    A row that is begun with what is left of the batch ends it.
     """
     config = pool.config
     left = tokens - first_half(replica, tokens)
@@ -158,7 +157,7 @@ def _next_rows(replica: ReplicaRecord, pool: Pool, tokens: int) -> Placement:
         return placement
     # Asked once: the load of other replicas does not change while this one chooses.
     others = [pool.replicas[one] for _, one in pool.open[:CANDIDATES_MAX] if one != replica.id]
-    reserved_for, least = replica.reserved_for, least_part(tokens)
+    reserved_for = replica.reserved_for
     for sequence in islice(_as_far_as(reserved_for, pool.waiting.values()), SCAN_MAX):
         if len(chunks) >= rows_most:
             break
@@ -171,7 +170,7 @@ def _next_rows(replica: ReplicaRecord, pool: Pool, tokens: int) -> Placement:
             continue
         part = min(sequence.fill, left)
         load = replica.load + len(chunks)
-        if part < min(sequence.fill, least) or _is_lighter(others, sequence, load, config):
+        if (sequence.fill and not left) or _is_lighter(others, sequence, load, config):
             break
         chunks.append((sequence, 0, part))
         left -= part

@@ -8,9 +8,7 @@ which step wait for one chunk at most and never for a whole long prompt. Of each
    does not fit begins with what is left and is the last;
 3. what is left goes to the rows that were begun, the one with the least to fill first.
 
-A chunk that does not complete its row has at least CHUNK_SHARE of the budget, for a pass of the
-model over a few tokens costs as much as one over many. Rows in quarantine are filled at once and by
-themselves.
+Rows in quarantine are filled at once and by themselves.
 
 Knows lengths, ages and counts; nothing of blocks or of the queue.
 """
@@ -19,18 +17,9 @@ from __future__ import annotations
 
 from scheduler.state import Chunk, ReplicaRecord, Sequence
 
-CHUNK_SHARE = 4
-"""A part of a prompt has at least one in so many of the batch's tokens."""
-
-
 def oldest_partial(replica: ReplicaRecord) -> Sequence | None:
     """The row that arrived first of those that were begun."""
     return min(replica.partial.values(), key=lambda one: one.number, default=None)
-
-
-def least_part(tokens: int) -> int:
-    """Tokens of the smallest part of a prompt that is worth a place among so many."""
-    return max(tokens // CHUNK_SHARE, 1)
 
 
 def first_half(replica: ReplicaRecord, tokens: int) -> int:
@@ -45,9 +34,8 @@ def chunks_of_begun(replica: ReplicaRecord, rows: int, tokens: int, left: int) -
     oldest, given = oldest_partial(replica), []
     for sequence in sorted(replica.partial.values(), key=lambda one: one.fill - one.filled):
         has = first_half(replica, tokens) if sequence is oldest else 0
-        wanted = sequence.fill - sequence.filled - has
-        more = min(wanted, left)
-        if not has and (rows <= 0 or least_part(tokens) > more < wanted):
+        more = min(sequence.fill - sequence.filled - has, left)
+        if not has and (rows <= 0 or not more):
             continue
         rows -= not has
         left -= more

@@ -170,20 +170,6 @@ def _slope(sets: Iterable[list[_Cell]]) -> float:
     return max(above / below, 0.0) if below else 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class StepCosts:
-    """Usual seconds of a step of so many rows by its draft length, from 0 on."""
-
-    base_s: list[float]
-    """Without reading KV."""
-    stale: list[int]
-    """Draft lengths whose time was not seen lately."""
-    kv_s: float
-    """Per KV position that the target reads."""
-    draft_kv_s: float
-    """The same for each draft pass."""
-
-
 class LatencyTable:
     """One replica's table."""
 
@@ -193,7 +179,6 @@ class LatencyTable:
         self.prefill = Latencies()
         self.slowdown = 1.0
         """Seconds now over usual seconds."""
-        self._costs: dict[tuple[int, int], StepCosts] = {}
         self._seen = 0
         """Times of steps and prefills."""
         self._waiting = 0
@@ -237,20 +222,21 @@ class LatencyTable:
         tokens = rows * (draft_len + 1)
         return self.slowdown * (self.step(tokens, kv) + draft_len * self.draft(rows, kv))
 
+    def steps_s(self, rows: int, most: int, kv: int) -> list[float]:
+        """Expected seconds now of a step of so many rows, by its draft length: 0 to `most`."""
+        pass_s = self.draft(rows, kv)
+        return [
+            self.slowdown * (self.step(rows * (draft_len + 1), kv) + draft_len * pass_s)
+            for draft_len in range(most + 1)
+        ]
+
+    def stale(self, rows: int, draft_len: int) -> bool:
+        """Whether no step with so many tokens was seen lately."""
+        return self.step.stale(rows * (draft_len + 1), self._seen)
+
     def prefill_s(self, tokens: int, begin: int) -> float:
         """Expected seconds now of filling so many positions of a row behind `begin` others."""
         return self.slowdown * self.prefill(tokens, tokens * begin)
-
-    def costs(self, rows: int, most: int) -> StepCosts:
-        """Of steps of so many rows with 0 to `most` draft tokens each."""
-        if (rows, most) in self._costs:
-            return self._costs[rows, most]
-        pass_s = self.draft(rows, 0)
-        tokens = [rows * (draft_len + 1) for draft_len in range(most + 1)]
-        base_s = [self.step(count, 0) + at * pass_s for at, count in enumerate(tokens)]
-        stale = [at for at, count in enumerate(tokens) if self.step.stale(count, self._seen)]
-        found = self._costs[rows, most] = StepCosts(base_s, stale, self.step.kv_s, self.draft.kv_s)
-        return found
 
     def _note_speed(self, ratio: float) -> None:
         """Known work took `ratio` times its usual time."""
@@ -261,6 +247,5 @@ class LatencyTable:
         self._waiting += 1
         if new or self._waiting >= min(FIT_EVERY, self._seen // 8):
             self._waiting = 0
-            self._costs.clear()
             for one in (self.step, self.draft, self.prefill):
                 one.fit()

@@ -213,30 +213,22 @@ class DraftPolicy:
             # A drafted step and one without, and something is known.
             known.draft_len = 0 if len(table.draft) else min(FALLBACK, most)
             return None
-        count, costs = len(rows), table.costs(len(rows), most)
-        kv_s, draft_kv_s = kv * costs.kv_s, kv * costs.draft_kv_s
-        idle_s = (known.round_trip_s or 0.0) / known.steps / table.slowdown
-        more_s = kv_s + idle_s
-        seconds = [
-            base_s + more_s + draft_len * draft_kv_s
-            for draft_len, base_s in enumerate(costs.base_s)
-        ]
+        count, idle_s = len(rows), (known.round_trip_s or 0.0) / known.steps
+        seconds = [step_s + idle_s for step_s in table.steps_s(count, most, kv)]
         likely = likelihoods(self._acceptance.of(rows), limits, most)
         by_draft_len = goodputs(likely, count, seconds)
         goodput = max(by_draft_len)
         best = known.draft_len = by_draft_len.index(goodput)
-        stale = [draft_len for draft_len in costs.stale if draft_len != best]
+        probes = [one for one in range(most + 1) if one != best and table.stale(count, one)]
         if not best:
-            stale.append(1)
-        if stale:
-            lost = [(1.0 - by_draft_len[one] / goodput) * seconds[one] for one in stale]
-            usual_s = min(lost)
-            lost_s = usual_s * table.slowdown
-            credit_s = min(known.credit_s, PROBE_SAVED * seconds[best] * table.slowdown)
-            if lost_s <= credit_s:
-                known.credit_s = credit_s - lost_s
-                return stale[lost.index(usual_s)]
-        return None
+            probes.append(1)
+        lost_s = {one: (1.0 - by_draft_len[one] / goodput) * seconds[one] for one in probes}
+        cheapest = min(lost_s, key=lost_s.__getitem__, default=best)
+        credit_s = min(known.credit_s, PROBE_SAVED * seconds[best])
+        if cheapest == best or lost_s[cheapest] > credit_s:
+            return None
+        known.credit_s = credit_s - lost_s[cheapest]
+        return cheapest
 
     def _steps(self, known: _Known, steps_most: int) -> int:
         step_s = known.step_s() if steps_most > 1 else 0.0

@@ -35,7 +35,7 @@ def test_prefill_batches_do_not_follow_each_other_while_rows_are_ready() -> None
 
 def test_a_prefill_batch_keeps_its_budget_of_rows_and_tokens() -> None:
     hand = Hand(prefill_tokens_max=9, prefill_rows_max=3)
-    for name, length in [("a", 9), ("b", 4), ("c", 6), ("d", 1), ("e", 1), ("f", 1), ("g", 1)]:
+    for name, length in [("a", 10), ("b", 4), ("c", 6), ("d", 1), ("e", 1), ("f", 1), ("g", 1)]:
         hand.submit(name, length=length)
     first, second = batches_of(hand.join())
     assert rows_of(first) == ["a"]

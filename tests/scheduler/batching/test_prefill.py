@@ -96,15 +96,6 @@ def test_what_is_left_of_the_tokens_goes_to_the_row_with_the_least_to_fill() -> 
     assert spans(batch)["a"] == (8, 16)
 
 
-def test_a_part_too_small_to_be_worth_a_place_is_not_begun() -> None:
-    hand = Hand(prefill_tokens_max=8)
-    hand.submit("a", length=8)
-    hand.submit("b", length=40)
-    first, second = batches_of(hand.join())
-    assert spans(first) == {"a": (0, 7)}
-    assert spans(second) == {"b": (0, 8)}
-
-
 @pytest.mark.parametrize("rows_max", [1, 2])
 def test_a_new_prompt_has_a_place_beside_a_long_one_however_few_there_are(rows_max: int) -> None:
     hand = Hand(prefill_tokens_max=8, prefill_rows_max=rows_max, batches_in_flight_max=1)
