@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from scheduler.state import Chunk, ReplicaRecord, Sequence
 
+
 def oldest_partial(replica: ReplicaRecord) -> Sequence | None:
     """The row that arrived first of those that were begun."""
     return min(replica.partial.values(), key=lambda one: one.number, default=None)

@@ -13,9 +13,9 @@ from itertools import takewhile
 
 from scheduler.config import SchedulerConfig
 from scheduler.messages import FinishReason, ReplicaSpec, Request, RowResult
-from scheduler.queue import WaitingQueue
 from scheduler.state.replica import ReplicaRecord
 from scheduler.state.sequence import IN_FLIGHT, Chunk, Move, Sequence, State
+from scheduler.state.waiting import WaitingQueue
 
 RATE_S = 5.0
 """Time over which the rate of tokens is a mean."""
@@ -48,7 +48,7 @@ class Pool:
         self.config = config
         self.sequences: dict[str, Sequence] = {}
         """Accepted and not yet let go: also leaving sequences, whose id is still taken."""
-        self.waiting: WaitingQueue[Sequence] = WaitingQueue(config.priority_age_s)
+        self.waiting = WaitingQueue(config.priority_age_s)
         self.replicas: dict[str, ReplicaRecord] = {}
         self.specs: list[ReplicaSpec] = []
         """Distinct ones of the replicas."""

@@ -16,8 +16,8 @@ from scheduler.state.ready_rows import ReadyRows
 from scheduler.state.sequence import Sequence, State
 from scheduler.validation import blocks_needed
 
-CAP_BATCHES = 64
-"""Batches after which a lowered number of rows is doubled again."""
+CAP_GROWTH = 1.01
+"""By which a lowered number of rows grows with each batch of so many that is done."""
 
 
 def computed(batch: Batch, result: StepResult) -> list[tuple[int, int]]:
@@ -148,10 +148,8 @@ class ReplicaRecord:
     partial: dict[str, Sequence] = field(default_factory=dict)
     """Rows between two prefill batches. None is in quarantine: those are filled in one."""
     pipeline: Pipeline = field(default_factory=Pipeline)
-    rows_cap: int | None = None
-    """Batches of more rows have failed: memory may not last for them. None: none has."""
-    below_cap: int = 0
-    """Batches as large as the cap that were done since it was set."""
+    rows_cap: float = math.inf
+    """Batches of more rows have failed: memory may not last for them."""
     prefixes: PrefixSet = field(init=False)
     """Prefixes that it was given."""
     reserved_for: str | None = None
@@ -204,24 +202,16 @@ class ReplicaRecord:
 
     def lower_rows_cap(self, rows: int) -> None:
         """A batch of more rows has failed."""
-        self.rows_cap = min(self.rows_cap or rows, rows)
-        self.below_cap = 0
+        self.rows_cap = min(self.rows_cap, rows)
 
     def raise_rows_cap(self, batch: Batch) -> None:
-        """A batch was done; after many of the cap's size twice as many rows are tried again."""
-        if self.rows_cap is None or len(batch.rows) < self.rows_cap:
-            return
-        self.below_cap += 1
-        if self.below_cap >= CAP_BATCHES:
-            self.rows_cap *= 2
-            self.below_cap = 0
+        """A batch was done; after many as large as the cap, larger ones are tried again."""
+        if len(batch.rows) + 1 > self.rows_cap:
+            self.rows_cap *= CAP_GROWTH
 
     def rows_max(self, rows_max: int) -> int:
         """Rows of a batch here, where `rows_max` is the config's."""
-        for limit in (self.spec.rows_max, self.rows_cap):
-            if limit is not None and limit < rows_max:
-                rows_max = limit
-        return rows_max
+        return int(min(rows_max, self.spec.rows_max or rows_max, self.rows_cap))
 
     def has_blocks(self, sequence: Sequence, beside: Iterable[Sequence] = ()) -> bool:
         """Whether its blocks are free where these come, too.

@@ -8,8 +8,8 @@ from random import Random
 from hypothesis import given, settings, strategies as st
 
 from scheduler.messages import Priority, Request
-from scheduler.queue.waiting import WaitingQueue
 from scheduler.state.sequence import Sequence
+from scheduler.state.waiting import WaitingQueue
 
 AGE_S = 30.0
 

@@ -1,6 +1,7 @@
 """The queue of waiting sequences: in which order they are offered a place.
 
-Knows priorities, tenants, arrivals and deadlines; nothing of replicas.
+Knows priorities, tenants, arrivals and deadlines; nothing of replicas. What it reads of a sequence
+does not change while the sequence waits.
 
 1. Sequences that lost their place come first, by arrival: a client is reading their stream. Those
    in quarantine come before the others.
@@ -20,37 +21,12 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Mapping
-from typing import Protocol, TypeVar
 
-from scheduler.messages import Priority, Request
-
-_SLACK = 64
+from scheduler.messages import Priority
+from scheduler.state.sequence import Sequence
 
 Entry = tuple[float, int, str, int]
 """(due [s], number, id, tokens) of a sequence."""
-
-
-class Waiting(Protocol):
-    """What the queue reads of a sequence. None of it changes while the sequence waits."""
-
-    id: str
-    number: int
-    """Rises with every accepted request."""
-    request: Request
-    length_max: int
-    """Prompt and limit in tokens."""
-    arrived_s: float
-    deadline_s: float | None
-
-    @property
-    def tokens_left(self) -> int:
-        """What it may still commit."""
-
-    @property
-    def quarantined(self) -> bool: ...
-
-
-Item = TypeVar("Item", bound=Waiting)
 
 
 class _PriorityClass:
@@ -76,7 +52,6 @@ class _PriorityClass:
         del due[bisect_left(due, entry)]
         if not due:
             del self.waiting[tenant]
-        self._forget()
 
     def charge(self, tenant: str, tokens: int) -> None:
         """The tenant is served; no other request of it may wait."""
@@ -86,18 +61,12 @@ class _PriorityClass:
         least = min((self.served[name] for name in self.waiting), default=before)
         self.time = max(self.time, min(before, least))
         self.served[tenant] = before + tokens
-        self._forget()
-
-    def _forget(self) -> None:
-        """Drops tenants that do not wait and were served no more than others, now and then."""
-        if not self.waiting:
-            self.served.clear()  # where none waits none is owed anything
-        elif len(self.served) > 2 * len(self.waiting) + _SLACK:
-            self.served = {
-                name: served
-                for name, served in self.served.items()
-                if name in self.waiting or served > self.time
-            }
+        # Where none waits none is owed anything.
+        self.served = {
+            name: served
+            for name, served in self.served.items()
+            if self.waiting and (name in self.waiting or served > self.time)
+        }
 
     def in_order(self) -> Iterator[Entry]:
         """As they would be served, one after the other. O(tenants), and O(log n) for each."""
@@ -113,12 +82,12 @@ class _PriorityClass:
                 heapq.heappop(ahead)
 
 
-class WaitingQueue(Mapping[str, Item]):
+class WaitingQueue(Mapping[str, Sequence]):
     """Waiting sequences by id; iterates in the order in which they are to be placed."""
 
     def __init__(self, age_s: float) -> None:
         self._age_s = age_s
-        self._sequences: dict[str, Item] = {}
+        self._sequences: dict[str, Sequence] = {}
         self._first: list[tuple[bool, int, str]] = []
         """(not in quarantine, number, id) of those that come before all classes."""
         self._classes = {priority: _PriorityClass() for priority in Priority}
@@ -130,7 +99,7 @@ class WaitingQueue(Mapping[str, Item]):
     def __len__(self) -> int:
         return len(self._sequences)
 
-    def __getitem__(self, sequence_id: str) -> Item:
+    def __getitem__(self, sequence_id: str) -> Sequence:
         return self._sequences[sequence_id]
 
     def __iter__(self) -> Iterator[str]:
@@ -155,14 +124,14 @@ class WaitingQueue(Mapping[str, Item]):
         for due_s, number, name, tokens in heapq.merge(*self._classes[priority].waiting.values()):
             yield due_s + self._age_s * priority, number, name, tokens
 
-    def quarantined(self) -> Iterator[Item]:
+    def quarantined(self) -> Iterator[Sequence]:
         """Those in quarantine, by arrival."""
         for healthy, _, sequence_id in self._first:
             if healthy:
                 return
             yield self._sequences[sequence_id]
 
-    def add(self, sequence: Item, first: bool = False) -> None:
+    def add(self, sequence: Sequence, first: bool = False) -> None:
         """`first`: it lost its place and comes before all classes; so does one in quarantine."""
         assert sequence.id not in self._sequences, f"{sequence.id} waits already"
         self._sequences[sequence.id] = sequence
@@ -174,7 +143,7 @@ class WaitingQueue(Mapping[str, Item]):
             request = sequence.request
             self._classes[request.priority].add(request.tenant, self._entry(sequence))
 
-    def remove(self, sequence: Item) -> None:
+    def remove(self, sequence: Sequence) -> None:
         """It waits no longer, for whatever reason."""
         del self._sequences[sequence.id]
         self.tokens -= sequence.length_max
@@ -186,12 +155,12 @@ class WaitingQueue(Mapping[str, Item]):
         request = sequence.request
         self._classes[request.priority].remove(request.tenant, self._entry(sequence))
 
-    def charge(self, sequence: Item) -> None:
+    def charge(self, sequence: Sequence) -> None:
         """It has been placed: its tenant was served. Call it once for each request."""
         request = sequence.request
         self._classes[request.priority].charge(request.tenant, sequence.length_max)
 
-    def _entry(self, sequence: Item) -> Entry:
+    def _entry(self, sequence: Sequence) -> Entry:
         due_s = sequence.arrived_s + self._age_s
         if sequence.deadline_s is not None:
             due_s = min(due_s, sequence.deadline_s)
@@ -210,5 +179,5 @@ class WaitingQueue(Mapping[str, Item]):
             assert one.waiting.keys() <= one.served.keys(), "tenants differ"
 
 
-def _first(sequence: Waiting) -> tuple[bool, int, str]:
+def _first(sequence: Sequence) -> tuple[bool, int, str]:
     return (not sequence.quarantined, sequence.number, sequence.id)
