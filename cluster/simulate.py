@@ -72,7 +72,6 @@ class Result:
             "spread_mean": figures.spread_mean,
             "tokens_per_row_and_step": figures.committed_per_step,
             "waiting_most": figures.waiting_most,
-            "pool_behind_s_most": figures.pool_behind_s_most,
             "batches": figures.batches,
         }
 

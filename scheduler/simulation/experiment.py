@@ -73,10 +73,6 @@ class Figures:
     """From the first Emit to the last, over the tokens after the first, where there are some."""
     refusals: list[str] = field(default_factory=list)
     """Why requests were refused, one by one."""
-    waiting_most: int = 0
-    """The most that waited at a time, in all shards together; `samples` miss such moments."""
-    pool_behind_s_most: float = 0.0
-    """The longest that an event that comes would have waited for its pool."""
     batches: int = 0
     rows_mean: float = 0.0
     """Rows per step."""
@@ -92,6 +88,11 @@ class Figures:
     def tokens(self) -> int:
         """New tokens of all requests."""
         return self.samples[-1].committed_tokens
+
+    @property
+    def waiting_most(self) -> int:
+        """The most that waited, in all shards together; a peak between two samples is missed."""
+        return max(sample.waiting for sample in self.samples)
 
     @property
     def elapsed_s(self) -> float:
@@ -137,22 +138,19 @@ class Experiment:
         self._outstanding = [0] * setup.shards
         """New tokens of the requests that were sent to a shard and have not ended."""
         self._serving = [0] * setup.shards
-        self._waiting = [0] * setup.shards
-        self._worlds = [self._world(shard) for shard in range(setup.shards)]
+        self._worlds = [self._world() for _ in range(setup.shards)]
         for rank in range(setup.replicas):
             shard = shard_of_rank(rank, setup.shards)
             self._serving[shard] += 1
             self._worlds[shard].join(0.0, f"r{rank}", setup.spec)
 
-    def _world(self, shard: int) -> World:
+    def _world(self) -> World:
         setup = self._setup
 
         def watch(now_s: float, event: Event, actions: list[Action]) -> None:
             for action in actions:
                 if isinstance(action, Finish | Reject):
                     self._end(int(action.request_id), world.report.outcomes.pop(action.request_id))
-            self._waiting[shard] = len(world.scheduler.pool.waiting)
-            self._figures.waiting_most = max(self._figures.waiting_most, sum(self._waiting))
 
         world = World(
             self._rng,
@@ -171,7 +169,6 @@ class Experiment:
         self._clock.run()
         assert self._ended == len(self._requests), "requests were lost"
         figures = self._figures
-        figures.pool_behind_s_most = max(one.report.pool_behind_s_most for one in self._worlds)
         sums = self._status().figures
         figures.batches = sums.batches
         figures.rows_mean = _ratio(sums.row_steps, sums.steps)

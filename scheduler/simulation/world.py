@@ -100,8 +100,6 @@ class Report:
     """Replicas killed by deadly requests."""
     pool_busy_s: float = 0.0
     """Time in which the pool was occupied."""
-    pool_behind_s_most: float = 0.0
-    """The longest that an event would have waited for the pool."""
 
 
 @dataclass(slots=True, eq=False)
@@ -204,10 +202,7 @@ class World:
     def _tell(self, event: Event) -> None:
         """An event reaches the pool, which does one after the other."""
         cost_s = self._pool_batch_s if isinstance(event, StepDone) else 0.0
-        now_s = self._clock.now_s
-        self._pool_free_s = max(now_s, self._pool_free_s) + cost_s
-        behind_s = self._pool_free_s - now_s
-        self.report.pool_behind_s_most = max(self.report.pool_behind_s_most, behind_s)
+        self._pool_free_s = max(self._clock.now_s, self._pool_free_s) + cost_s
         self._clock.at(self._pool_free_s, lambda: self._step(event, cost_s))
 
     def _step(self, event: Event, cost_s: float) -> None:

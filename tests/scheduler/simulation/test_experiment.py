@@ -105,28 +105,6 @@ def test_tokens_that_come_at_once_have_no_time_per_token() -> None:
 ONE_BY_ONE = SchedulerConfig(residents_max=1, rows_max=1, draft_len=0, steps_per_batch_max=1)
 
 
-def crowd(made: Setup) -> Figures:
-    """40 requests of 12 ms each at one moment, and none for long before and after."""
-    workload = [WorkloadRequest(at_s, 9, 1, 0.0) for at_s in (0.0, *[50.0] * 40, 100.0)]
-    return Experiment(replace(made, message_s=NO_WAY), workload, Random(0)).run()
-
-
-@pytest.mark.parametrize("shards", [1, 2])
-def test_the_most_that_wait_are_noted_though_no_sample_sees_them(shards: int) -> None:
-    figures = crowd(setup(replicas=shards, shards=shards, config=ONE_BY_ONE))
-    assert figures.waiting_most == 40 - shards
-    assert max(one.waiting for one in figures.samples) < figures.waiting_most
-
-
-@pytest.mark.parametrize("shards", [1, 2])
-def test_how_far_a_pool_was_behind_is_noted(shards: int) -> None:
-    """A replica answers in the same moment as those of its pool do."""
-    each = 4
-    made = setup(replicas=each * shards, shards=shards, config=ONE_BY_ONE, pool_batch_s=0.001)
-    figures = crowd(made)
-    assert figures.pool_behind_s_most == pytest.approx(0.001 * each, rel=0.01)
-
-
 def test_one_server_queues_as_pollaczek_and_khinchine_say() -> None:
     """One resident at a time with a fixed time of service is M/D/1: its mean wait is known."""
     made = setup(replicas=1, config=ONE_BY_ONE, message_s=NO_WAY)
@@ -152,6 +130,5 @@ def test_a_pool_that_takes_time_is_where_throughput_ends() -> None:
         if (replicas, shards) == (8, 1):
             assert figures.pool_utilisation(1) > 0.97
             assert figures.utilisation(8) < 0.35
-            assert figures.pool_behind_s_most > 0.03
     assert rates[8, 1] < 1.4 * rates[2, 1]
     assert rates[8, 4] > 3.8 * rates[8, 1]
