@@ -11,41 +11,25 @@ steps and not in a straight line. Needs neither Ray nor torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
 from random import Random
-from typing import NamedTuple
 
 from benchmarks.shared.command_line import parser_of
+from benchmarks.shared.linear import LinearCost, LinearTimes
 from benchmarks.shared.report import table, write_json
-from cluster.local_engine import REPLICA_ID, LocalEngine
 from scheduler.config import SchedulerConfig
 from scheduler.messages import (
     Batch,
     BatchKind,
-    Release,
     ReplicaSpec,
-    Request,
     RowResult,
     StepResult,
     StepRow,
-    StepTimes,
     TriedBatch,
 )
-from scheduler.simulation import SimulatedReplica
-
-
-class LinearCost(NamedTuple):
-    """Seconds: once, per token and per KV position."""
-
-    fixed_s: float
-    token_s: float = 0.0
-    kv_s: float = 0.0
-
-    def __call__(self, tokens: float, kv: float) -> float:
-        return self.fixed_s + self.token_s * tokens + self.kv_s * kv
-
+from scheduler.simulation import Experiment, Setup, WorkloadRequest
 
 DRAFT = LinearCost(1.5e-3, 6e-5, 3e-8)
 """One pass, by rows and KV positions."""
@@ -92,86 +76,42 @@ class Compared:
         return self.chosen / self.fixed[self.best_fixed]
 
 
-class VirtualReplica:
-    """Implements `Runner` of the local engine; time passes only while it runs a batch."""
+def times_of(tile: int) -> LinearTimes:
+    """`tile`: tokens that a verification takes together; 1: as many as there are."""
+    if tile == 1:
+        return LinearTimes(DRAFT, VERIFY, PREFILL, REST_S)
 
-    def __init__(self, acceptance: Sequence[float], timed: bool, tile: int = 1) -> None:
-        """`tile`: tokens that a verification takes together; 1: as many as there are."""
-        self.now_s = 0.0
-        self._tile = tile
-        self.spec = ReplicaSpec(
-            kv_blocks=100_000,
-            block_size=16,
-            context_len=1 << 16,
-            vocab_size=2,
-            trials=tuple(_trials(tile)) if timed else (),
-        )
-        self._replica = SimulatedReplica(
-            REPLICA_ID,
-            self.spec,
-            self._times,
-            lambda request_id: acceptance[int(request_id) % len(acceptance)],
-            Random(0),
-        )
+    def verify(tokens: int, kv: int) -> float:
+        return TILED_VERIFY(tile * -(-tokens // tile), kv)
 
-    def clock(self) -> float:
-        return self.now_s
-
-    def step(self, batch: Batch) -> StepResult:
-        self._replica.receive(batch)
-        self._replica.begin(batch)
-        while self._replica.advance():
-            pass
-        result = self._replica.end()
-        self.now_s += result.times.total_s
-        return result
-
-    def release(self, sequence_ids: Iterable[str]) -> None:
-        self._replica.release(Release(REPLICA_ID, tuple(sequence_ids)))
-
-    def _times(self, batch: Batch) -> StepTimes:
-        if batch.kind is BatchKind.PREFILL:
-            spent_s = PREFILL(batch.prefill_tokens, 0)
-            return StepTimes(prefill_s=spent_s, total_s=spent_s)
-        rows, longest = len(batch.rows), batch.rows[-1].length
-        draft_s, verify_s = _parts(rows, batch.draft_len, longest, self._tile)
-        return StepTimes(draft_s=draft_s, verify_s=verify_s, total_s=draft_s + verify_s + REST_S)
+    return LinearTimes(DRAFT, verify, PREFILL, REST_S)
 
 
-def _parts(rows: int, k: int, longest: int, tile: int) -> tuple[float, float]:
-    """Seconds of all draft passes and of the verification of a step."""
-    positions, tokens = rows * (longest + k), rows * (k + 1)
-    verify = VERIFY if tile == 1 else TILED_VERIFY
-    return k * DRAFT(rows, positions), verify(tile * -(-tokens // tile), positions)
-
-
-def _trials(tile: int) -> Iterator[TriedBatch]:
+def _trials(times: LinearTimes) -> Iterator[TriedBatch]:
     """As `replicas.calibration` makes them."""
     for rows, k, _ in product((1, 8), (0, 4), range(3)):
-        draft_s, verify_s = _parts(rows, k, 64, tile)
         steps = tuple(StepRow(str(row), 64, k, 0) for row in range(rows))
-        batch = Batch(0, REPLICA_ID, BatchKind.SPECULATE, rows=steps, draft_len=k)
-        times = StepTimes(0.0, draft_s, verify_s, draft_s + verify_s + REST_S)
+        batch = Batch(0, "r0", BatchKind.SPECULATE, rows=steps, draft_len=k)
         done = tuple(RowResult(row.sequence_id, (1,), 1, k, asked_tokens=k) for row in steps)
-        yield batch, StepResult(0, REPLICA_ID, done, 1, times)
+        yield batch, StepResult(0, "r0", done, 1, times(batch))
 
 
 def measure(
     mix: str, acceptance: Sequence[float], rows: int, tile: int = 1, fixed: Sequence[int] = FIXED
 ) -> Compared:
     """All ways over the same requests: 16 of them at batch 1, else 64, all there at the start."""
+    times, draw = times_of(tile), Random(1)
+    requests = [
+        WorkloadRequest(0.0, draw.randint(*PROMPT), NEW_TOKENS, acceptance[i % len(acceptance)])
+        for i in range(16 if rows == 1 else 64)
+    ]
 
     def speed(draft_len: int | None, timed: bool = True) -> float:
-        replica = VirtualReplica(acceptance, timed, tile)
+        spec = ReplicaSpec(100_000, 16, 1 << 16, 2, trials=tuple(_trials(times)) if timed else ())
         config = SchedulerConfig(rows_max=rows, draft_len=draft_len)
-        engine, draw = LocalEngine(replica, config, clock=replica.clock), Random(1)
-        outputs = engine.generate(
-            [
-                Request(str(i), (1,) * draw.randint(*PROMPT), NEW_TOKENS)
-                for i in range(16 if rows == 1 else 64)
-            ]
-        )
-        return sum(len(output.tokens) for output in outputs) / replica.now_s
+        setup = Setup(1, spec, times, config, message_s=(0.0, 0.0))
+        figures = Experiment(setup, requests, Random(0)).run()
+        return figures.tokens / figures.elapsed_s
 
     by_fixed = {k: speed(k) for k in fixed}
     return Compared(mix, tile, rows, by_fixed, speed(None), speed(None, timed=False))

@@ -22,6 +22,7 @@ from heapq import heappop, heappush
 from statistics import fmean, median
 
 from benchmarks.shared.command_line import parser_of
+from benchmarks.shared.linear import LinearCost, LinearTimes
 from benchmarks.shared.report import table, write_json
 from cluster.pool.ray_pool import collect_seldom
 from scheduler.config import SchedulerConfig
@@ -41,7 +42,7 @@ from scheduler.messages import (
     Tick,
 )
 from scheduler.scheduler import Scheduler
-from scheduler.simulation import LinearTimes, SimulatedReplica
+from scheduler.simulation import SimulatedReplica
 
 LIVE = (1_000, 10_000, 100_000)
 REPLICAS = (1, 16, 256)
@@ -51,12 +52,9 @@ TENANTS = 20
 ACCEPTANCE = 0.7
 """Of a draft token."""
 TIMES = LinearTimes(
-    draft_s=1e-3,
-    verify_s=8e-3,
-    verify_token_s=2e-5,
-    prefill_s=1e-3,
-    prefill_token_s=2e-5,
-    kv_position_s=1e-8,
+    draft=LinearCost(1e-3),
+    verify=LinearCost(8e-3, 2e-5, 1e-8),
+    prefill=LinearCost(1e-3, 2e-5),
     rest_s=5e-4,
 )
 """Like a small GPU's."""
@@ -131,7 +129,7 @@ class Load:
         )
         for name in (f"r{index}" for index in range(replicas)):
             self._replicas[name] = SimulatedReplica(
-                name, spec, TIMES.times, lambda request_id: ACCEPTANCE, self._rng
+                name, spec, TIMES, lambda request_id: ACCEPTANCE, self._rng
             )
             self._tell(ReplicaJoined(name, spec))
         while self._live < live:
@@ -187,7 +185,7 @@ class Load:
         """It runs once its replica has done the one before it."""
         self._replicas[batch.replica_id].receive(batch)
         began_s = max(self._now_s, self._busy_until_s.get(batch.replica_id, 0.0))
-        done_s = self._busy_until_s[batch.replica_id] = began_s + TIMES.times(batch).total_s
+        done_s = self._busy_until_s[batch.replica_id] = began_s + TIMES(batch).total_s
         heappush(self._batches, (done_s + ANSWER_DELAY_S, batch.id, batch))
 
     def _tell(self, event: Event) -> float:

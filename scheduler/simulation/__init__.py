@@ -10,7 +10,6 @@ from scheduler.simulation.experiment import (
 from scheduler.simulation.hardware import (
     DEVICES as DEVICES,
     PAIRS as PAIRS,
-    LinearTimes as LinearTimes,
     Roofline as Roofline,
     Times as Times,
 )

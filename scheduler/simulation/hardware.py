@@ -1,4 +1,4 @@
-"""What a step takes: by a roofline of a device and a pair, or by times that are linear.
+"""What a step takes, by a roofline of a device and a pair.
 
 A forward pass takes as long as the slower of two: its bytes (weights once, KV of every position
 read) over the memory's bandwidth, and its operations over the matrix rate; and a fixed time per
@@ -101,7 +101,8 @@ class Roofline:
         tokens = rows * (k + 1)
         draft_s = k * forward_s(device, self.draft, rows, positions, positions)
         verify_s = forward_s(device, self.target, tokens, positions, positions * (k + 1))
-        return _step_times(draft_s, verify_s, device.step_s)
+        total_s = draft_s + verify_s + device.step_s
+        return StepTimes(draft_s=draft_s, verify_s=verify_s, total_s=total_s)
 
     def _prefill(self, batch: Batch) -> StepTimes:
         tokens = batch.prefill_tokens
@@ -109,13 +110,11 @@ class Roofline:
         attended = sum(
             (row.end * (row.end + 1) - row.begin * (row.begin + 1)) // 2 for row in batch.prefill
         )
-        return _prefill_times(
-            sum(
-                forward_s(self.device, model, tokens, positions, attended, head=False)
-                for model in (self.target, self.draft)
-            ),
-            self.device.step_s,
+        prefill_s = sum(
+            forward_s(self.device, model, tokens, positions, attended, head=False)
+            for model in (self.target, self.draft)
         )
+        return StepTimes(prefill_s=prefill_s, total_s=prefill_s + self.device.step_s)
 
     def kv_blocks(self, block_size: int, reserve: float = 0.1) -> int:
         """Blocks that fit beside the weights, with a share of the memory for everything else.
@@ -128,41 +127,6 @@ class Roofline:
         if blocks < 1:
             raise ValueError("the weights of this pair do not fit into this device's memory")
         return blocks
-
-
-@dataclass(frozen=True)
-class LinearTimes:
-    """Times that are linear in what a step does."""
-
-    draft_s: float
-    """A draft pass, whatever its rows."""
-    verify_s: float
-    """A verification, whatever its tokens."""
-    verify_token_s: float
-    """The same per token: rows times k + 1."""
-    prefill_s: float
-    prefill_token_s: float
-    kv_position_s: float = 0.0
-    """Per position that a verification reads."""
-    rest_s: float = 0.0
-
-    def times(self, batch: Batch) -> StepTimes:
-        """As `Times` says."""
-        if batch.kind is BatchKind.PREFILL:
-            return _prefill_times(self.prefill_s + self.prefill_token_s * batch.prefill_tokens)
-        tokens = len(batch.rows) * (batch.draft_len + 1)
-        positions = sum(row.length for row in batch.rows)
-        verify_s = self.verify_s + tokens * self.verify_token_s + positions * self.kv_position_s
-        return _step_times(batch.draft_len * self.draft_s, verify_s, self.rest_s)
-
-
-def _step_times(draft_s: float, verify_s: float, rest_s: float) -> StepTimes:
-    total_s = draft_s + verify_s + rest_s
-    return StepTimes(draft_s=draft_s, verify_s=verify_s, total_s=total_s)
-
-
-def _prefill_times(prefill_s: float, rest_s: float = 0.0) -> StepTimes:
-    return StepTimes(prefill_s=prefill_s, total_s=prefill_s + rest_s)
 
 
 DEVICES = {

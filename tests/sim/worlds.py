@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from random import Random
 
+from benchmarks.shared.linear import LinearCost, LinearTimes
 from scheduler.batching import passes_bound
 from scheduler.config import SchedulerConfig
 from scheduler.messages import (
@@ -21,7 +22,7 @@ from scheduler.messages import (
     SamplingParams,
     Submit,
 )
-from scheduler.simulation import FaultPlan, LinearTimes, Report, World, reference_output
+from scheduler.simulation import FaultPlan, Report, World, reference_output
 
 VOCAB_SIZE = 50
 LONGEST_S = 600.0
@@ -164,14 +165,11 @@ def build(seed: int, knobs: Knobs) -> tuple[World, list[Request]]:
     watcher = Watcher()
     acceptance = rng.choice([0.0, 0.7, 1.0])
     times = LinearTimes(
-        draft_s=0.0,
-        verify_s=0.004,
-        verify_token_s=2e-5,
-        prefill_s=0.002,
-        prefill_token_s=5e-6,
-        kv_position_s=rng.choice([0.0, 1e-5, 1e-4]),
+        draft=LinearCost(0.0),
+        verify=LinearCost(0.004, 2e-5, rng.choice([0.0, 1e-5, 1e-4])),
+        prefill=LinearCost(0.002, 5e-6),
     )
-    world = World(rng, times.times, config, faults=faults, watch=watcher)
+    world = World(rng, times, config, faults=faults, watch=watcher)
     watcher.world = world
     names = [f"r{index}" for index in range(knobs.replicas)]
     for name in names:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from random import Random
 
-from benchmarks.adaptive import LinearCost
+from benchmarks.shared.linear import Cost, LinearCost, LinearTimes
 from scheduler.config import SchedulerConfig
 from scheduler.draft_length.policy import DraftPolicy, StepPlan
 from scheduler.messages import (
@@ -29,14 +28,13 @@ LENGTH = 100
 class Pair:
     """A replica's true times and a draft's true acceptance; rows of LENGTH tokens."""
 
-    def __init__(self, draft: LinearCost, verify: LinearCost, acceptance: float) -> None:
-        self.draft, self.acceptance = draft, acceptance
-        self.verify: Callable[[int, int], float] = verify
+    def __init__(self, draft: Cost, verify: Cost, acceptance: float) -> None:
+        self.times = LinearTimes(draft, verify, LinearCost(0.0))
+        self.acceptance = acceptance
         self.rng = Random(0)
 
     def step_s(self, rows: int, draft_len: int) -> float:
-        kv = rows * (LENGTH + draft_len)
-        return self.verify(rows * (draft_len + 1), kv) + draft_len * self.draft(rows, kv)
+        return self.times(batch_of(rows_of(rows), draft_len, 1)).total_s
 
     def goodput(self, rows: int, draft_len: int) -> float:
         expected = sum(self.acceptance**j for j in range(draft_len + 1))
@@ -54,23 +52,15 @@ class Pair:
         residents = []
         for row in rows:
             admitted = PrefillRow(row.id, (), 1, SamplingParams(), (), 0)
-            one = Resident(admitted, self.acceptance, 0, LENGTH, 0, tokens_left=10_000)
-            one.begin(plan.draft_len)
+            resident = Resident(admitted, self.acceptance, 0, LENGTH, 0, tokens_left=10_000)
+            resident.begin(plan.draft_len)
             for _ in range(plan.steps):
-                one.step(plan.draft_len, self.rng, vocab_size=100)
-            residents.append(one)
+                resident.step(plan.draft_len, self.rng, vocab_size=100)
+            residents.append(resident)
         results = tuple(one.result(plan.steps) for one in residents)
-        kv = len(rows) * (LENGTH + plan.draft_len)
-        draft_s = plan.steps * plan.draft_len * self.draft(len(rows), kv)
-        verify_s = plan.steps * self.verify(len(rows) * (plan.draft_len + 1), kv)
-        batch = Batch(
-            1,
-            "r",
-            BatchKind.SPECULATE,
-            rows=tuple(StepRow(row.id, LENGTH, plan.draft_len, 99) for row in rows),
-            draft_len=plan.draft_len,
-            steps=plan.steps,
-        )
+        batch = batch_of(rows, plan.draft_len, plan.steps)
+        one = self.times(batch)
+        draft_s, verify_s = plan.steps * one.draft_s, plan.steps * one.verify_s
         times = StepTimes(0.0, draft_s, verify_s, draft_s + verify_s)
         return batch, StepResult(1, "r", results, plan.steps, times)
 
@@ -90,6 +80,11 @@ class Pair:
             seconds += result.times.total_s
             tokens += sum(len(row.tokens) for row in result.rows)
         return seconds, tokens
+
+
+def batch_of(rows: list[Sequence], draft_len: int, steps: int) -> Batch:
+    step_rows = tuple(StepRow(row.id, LENGTH, draft_len, 99) for row in rows)
+    return Batch(1, "r", BatchKind.SPECULATE, (), step_rows, draft_len, steps)
 
 
 def answers(rows: list[Sequence], result: StepResult) -> list[Answer]:

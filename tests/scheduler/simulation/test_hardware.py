@@ -7,15 +7,7 @@ from dataclasses import replace
 import pytest
 
 from scheduler.messages import Batch, BatchKind, PrefillRow, SamplingParams, StepRow
-from scheduler.simulation.hardware import (
-    DEVICES,
-    PAIRS,
-    Decoder,
-    Device,
-    LinearTimes,
-    Roofline,
-    forward_s,
-)
+from scheduler.simulation.hardware import DEVICES, PAIRS, Decoder, Device, Roofline, forward_s
 
 PLAIN = Device(
     bytes_per_s=1e9,
@@ -82,12 +74,3 @@ def test_blocks_fill_the_memory_that_weights_leave() -> None:
     assert roofline.kv_blocks(16, reserve=0) == (100_000 - 2 * TINY.weight_bytes) // (16 * 80)
     with pytest.raises(ValueError, match="do not fit"):
         Roofline(replace(PLAIN, memory_bytes=100.0), TINY, TINY).kv_blocks(16)
-
-
-def test_linear_times_add_up() -> None:
-    linear = LinearTimes(2, 3, 4, 6, 7, kv_position_s=0.5, rest_s=8)
-    times = linear.times(speculate([10, 20], 3))
-    assert times.draft_s == 3 * 2
-    assert times.verify_s == 3 + 2 * 4 * 4 + (10 + 20) * 0.5
-    assert times.total_s == times.draft_s + times.verify_s + 8
-    assert linear.times(prefill(0, None, 11)).total_s == 6 + 10 * 7
