@@ -281,11 +281,8 @@ class Scheduler:
         replica_id = sequence.replica_id
         if sequence.reservation is not None:
             self._dispatcher.touch(sequence.reservation)
-        if replica_id is not None:
-            replica = self.pool.replicas[replica_id]
-            long = replica.pipeline.long_batch()
-            if long is not None and long.batch.id == sequence.batch_id:
-                self._dispatcher.interrupt(replica, self._out)
+        if replica_id is not None and sequence.batch_id is not None:
+            self._dispatcher.interrupt(self.pool.replicas[replica_id], self._out)
         if self.pool.finish(sequence, reason) and replica_id is not None:
             self._release(replica_id, sequence.id)
 

@@ -22,7 +22,6 @@ the blocks. A batch of several steps is interrupted as soon as other rows wait f
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import count
 
 from scheduler.batching.grouping import batches_per_round, choose_rows, may_step
@@ -219,8 +218,7 @@ class Dispatcher:
         plan = self._policy.plan(replica.id, rows, steps_most)
         lacking, growth = _lacking(replica, rows, plan)
         if plan.steps > 1 and growth > replica.blocks_free:
-            plan = replace(plan, steps=1)
-            lacking, growth = _lacking(replica, rows, plan)
+            return self._step(replica, rows, 1)
         if growth > replica.blocks_free:
             if replica.pipeline.batches:
                 return False

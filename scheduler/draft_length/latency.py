@@ -30,7 +30,7 @@ STALE = 256
 COUNT_MAX = 4
 """Times of a bucket that count where several of the same tokens are put together."""
 FIT_EVERY = 16
-"""Steps after which the table is interpolated anew; sooner while few were seen."""
+"""Steps after which the table is interpolated anew; sooner if one tells something new."""
 
 
 def bucket(tokens: int) -> int:
@@ -181,8 +181,6 @@ class LatencyTable:
         """Seconds now over usual seconds."""
         self._seen = 0
         """Times of steps and prefills."""
-        self._waiting = 0
-        """Of those, the ones that are not interpolated yet."""
 
     @property
     def known(self) -> bool:
@@ -244,8 +242,6 @@ class LatencyTable:
         self.slowdown *= 1.0 + SPEED_RATE * (change - 1.0)
 
     def _noted(self, new: bool) -> None:
-        self._waiting += 1
-        if new or self._waiting >= min(FIT_EVERY, self._seen // 8):
-            self._waiting = 0
+        if new or self._seen % FIT_EVERY == 0:
             for one in (self.step, self.draft, self.prefill):
                 one.fit()

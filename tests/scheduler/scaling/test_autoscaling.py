@@ -171,13 +171,6 @@ def test_a_peak_shorter_than_the_delay_adds_nothing() -> None:
     assert follow(CONFIG, looks, wanted=1) == [1, 1, 1, 1, 1]
 
 
-def test_no_more_replicas_start_at_once_than_allowed() -> None:
-    config = CONFIG.model_copy(update={"max_replicas": 9, "up_delay_s": 0.0})
-    crowd = 9000
-    looks = [(0.0, load_of(crowd, 0)), (1.0, load_of(crowd, 0)), (2.0, load_of(crowd, 4))]
-    assert follow(config, looks) == [4, 4, 8]
-
-
 def test_replicas_go_one_by_one_and_the_last_one_only_when_idle_for_long() -> None:
     none = load_of(0)
     looks = [(0.0, load_of(10)), *((float(t), none) for t in (1, 30, 31, 60, 61, 99, 100))]
