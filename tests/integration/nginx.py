@@ -1,12 +1,10 @@
 """nginx with the shipped configuration, certificates for it, and servers behind it that answer
-without models. Certificates are valid for an hour and for this machine.
+without models. Certificates are for this machine.
 """
 
 from __future__ import annotations
 
-import datetime
 import http.server
-import ipaddress
 import json
 import shutil
 import socket
@@ -20,10 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from cluster.client import Tls
@@ -32,6 +26,7 @@ from tests.cluster.scripted import Server
 from tests.free_ports import free_port
 
 NGINX = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin:/usr/local/sbin")
+OPENSSL = shutil.which("openssl")
 SHIPPED = Path(__file__).parents[2] / "deploy" / "tls"
 WAIT_S = 60.0
 """For anything that takes no time."""
@@ -60,10 +55,11 @@ def run_nginx(root: Path, behind: Behind, replaced: dict[str, str]) -> Iterator[
     shutil.copytree(SHIPPED, root, dirs_exist_ok=True)
     certs = root / "certs"
     certs.mkdir()
-    authority, clients = Authority("test authority"), Authority("test clients")
-    authority.write(root / "ca.crt")
+    authority = Authority(root / "authority", "test authority")
+    clients = Authority(root / "clients", "test clients")
+    shutil.copy(authority.certificate, root / "ca.crt")
     authority.issue("localhost", certs / "server.crt", certs / "server.key")
-    clients.write(certs / "clients.crt")
+    shutil.copy(clients.certificate, certs / "clients.crt")
     clients.issue("somebody", root / "client.crt", root / "client.key")
     text = (root / "nginx.conf").read_text()
     for old, new in {
@@ -162,56 +158,31 @@ def serve_behind() -> Iterator[Behind]:
 
 
 class Authority:
-    """Signs certificates; `write` puts its own one into a file."""
+    """Signs certificates with openssl, as `deploy/tls/README.md` says it; its own is `ca.crt`."""
 
-    def __init__(self, name: str) -> None:
-        self._key = ec.generate_private_key(ec.SECP256R1())
-        self._name = _name(name)
-        builder = _builder(self._name, self._name, self._key).add_extension(
-            x509.BasicConstraints(ca=True, path_length=0), critical=True
+    def __init__(self, folder: Path, name: str) -> None:
+        self.certificate = folder / "ca.crt"
+        self._folder = folder
+        folder.mkdir()
+        _openssl(
+            *("req", "-x509", *_KEY, "-subj", f"/CN={name}"),
+            *("-keyout", folder / "ca.key", "-out", self.certificate),
         )
-        self._certificate = builder.sign(self._key, hashes.SHA256())
-
-    def write(self, path: Path) -> Path:
-        path.write_bytes(self._certificate.public_bytes(serialization.Encoding.PEM))
-        return path
 
     def issue(self, name: str, certificate: Path, key: Path) -> tuple[Path, Path]:
         """(certificate, key) of a server at localhost, or of a client."""
-        own = ec.generate_private_key(ec.SECP256R1())
-        places = [x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
-        usages = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
-        signed = (
-            _builder(_name(name), self._name, own)
-            .add_extension(x509.SubjectAlternativeName(places), critical=False)
-            .add_extension(x509.ExtendedKeyUsage(usages), critical=False)
-            .sign(self._key, hashes.SHA256())
-        )
-        certificate.write_bytes(signed.public_bytes(serialization.Encoding.PEM))
-        key.write_bytes(
-            own.private_bytes(
-                serialization.Encoding.PEM,
-                serialization.PrivateFormat.PKCS8,
-                serialization.NoEncryption(),
-            )
+        request, names = self._folder / "request", self._folder / "names"
+        names.write_text("subjectAltName=DNS:localhost,IP:127.0.0.1")
+        _openssl("req", *_KEY, "-subj", f"/CN={name}", "-keyout", key, "-out", request)
+        _openssl(
+            *("x509", "-req", "-in", request, "-CA", self.certificate, "-CAcreateserial"),
+            *("-CAkey", self._folder / "ca.key", "-out", certificate, "-extfile", names),
         )
         return certificate, key
 
 
-def _name(name: str) -> x509.Name:
-    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+_KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
 
 
-def _builder(
-    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey
-) -> x509.CertificateBuilder:
-    now = datetime.datetime.now(datetime.UTC)
-    return (
-        x509.CertificateBuilder()
-        .subject_name(subject)
-        .issuer_name(issuer)
-        .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now - datetime.timedelta(minutes=5))
-        .not_valid_after(now + datetime.timedelta(hours=1))
-    )
+def _openssl(*arguments: str | Path) -> None:
+    subprocess.run([str(OPENSSL), *map(str, arguments)], check=True, capture_output=True)

@@ -27,6 +27,7 @@ from tests.cluster.fakes import perfect
 from tests.cluster.scripted import PROMPT, PROMPT_IDS, Script, joined
 from tests.integration.nginx import (
     NGINX,
+    OPENSSL,
     READ,
     WAIT_S,
     Authority,
@@ -36,7 +37,9 @@ from tests.integration.nginx import (
     serve_behind,
 )
 
-pytestmark = pytest.mark.skipif(NGINX is None, reason="nginx is not installed")
+pytestmark = pytest.mark.skipif(
+    NGINX is None or OPENSSL is None, reason="nginx or openssl is not installed"
+)
 
 TOKENS = perfect(PROMPT_IDS, 40)
 REQUEST = pb.GenerateRequest(prompt=PROMPT, temperature=0.5, seed=3, stop=["none such"])
@@ -102,8 +105,8 @@ def test_right_certificates_are_served(
 def test_all_others_are_refused(
     open_to_all: Terminator, closed: Terminator, tmp_path: Path, script: Script
 ) -> None:
-    other = Tls(Authority("somebody else").write(tmp_path / "other.crt"))
-    forged = Authority("test clients").issue(
+    other = Tls(Authority(tmp_path / "other", "somebody else").certificate)
+    forged = Authority(tmp_path / "forged", "test clients").issue(
         "somebody", tmp_path / "client.crt", tmp_path / "client.key"
     )
     rows = [
