@@ -13,7 +13,7 @@ import pytest
 
 from protos import lockstep_pb2 as pb
 from replicas.config import ReplicaConfig
-from tests.chaos.answers import TOKENS_MAX, cut, fake_bases
+from tests.chaos.answers import cut, fake_bases
 from tests.chaos.kills import Kind, draw_strikes
 from tests.chaos.load import Ask, Outcome, Verdict
 from tests.chaos.mix import Mix, draw_prompts
@@ -83,21 +83,6 @@ ROWS = [
 @pytest.mark.parametrize(("answer", "verdict"), [row[1:] for row in ROWS], ids=[r[0] for r in ROWS])
 def test_the_verdict_of(answer: Outcome, verdict: Verdict) -> None:
     assert answer.verdict() is verdict
-
-
-def test_an_answer_ends_at_the_limit_the_stop_string_or_the_end_of_text() -> None:
-    whole = cut(BASE, TEXT, TOKENS_MAX, ignore_eos=True)
-    assert (len(whole.tokens), whole.reason) == (TOKENS_MAX, pb.FINISH_REASON_LENGTH)
-    stop = next(c for c in whole.text if c.isascii() and c.isalpha())
-    stopped = cut(BASE, TEXT, TOKENS_MAX, ignore_eos=True, stops=[stop])
-    assert stopped.text == whole.text[: whole.text.index(stop)]
-    assert stopped.tokens == whole.tokens[: len(stopped.tokens)]
-    assert stopped.reason == pb.FINISH_REASON_STOP
-    ends_at = BASE.tokens[4]
-    ending = TEXT.__class__(TEXT.tokenizer, (ends_at,), TEXT.context_len, TEXT.encoder)
-    ended = cut(BASE, ending, 20, ignore_eos=False)
-    assert ended.tokens == BASE.tokens[: BASE.tokens.index(ends_at) + 1]
-    assert ended.reason == pb.FINISH_REASON_STOP
 
 
 def test_the_seed_gives_the_requests_and_the_strikes() -> None:

@@ -1,7 +1,7 @@
 """Proves how requests end: exactly once, with the right tokens, and with their blocks free.
 
-Traps of other implementations that belong here: a stop token in the prompt, outputs in another
-batch than the caller's, tokens after the end counted or returned, a finished row that goes on.
+A trap of other implementations that belongs here: outputs in another batch than the caller's. Stop
+tokens, those of the prompt too, and limits are in all worlds of `tests.sim`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import pytest
 
 from scheduler.messages import (
-    Emit,
     Finish,
     FinishReason,
     Interrupt,
@@ -22,7 +21,7 @@ from scheduler.messages import (
     StepResult,
     Submit,
 )
-from tests.scheduler.hand import Hand, of_kind, only, released, rows_of
+from tests.scheduler.hand import Hand, of_kind, only, rows_of
 
 
 def stepping(names: str = "a", **fields: object) -> Hand:
@@ -33,28 +32,6 @@ def stepping(names: str = "a", **fields: object) -> Hand:
     hand.join()
     hand.settle()
     return hand
-
-
-@pytest.mark.parametrize(
-    ("limits", "kept", "reason"),
-    [
-        ({"stop_token_ids": (9,)}, (5, 9), FinishReason.STOP),
-        ({"stop_token_ids": (6, 9)}, (5, 9), FinishReason.STOP),
-        ({"stop_token_ids": (9,), "max_new_tokens": 2}, (5, 9), FinishReason.STOP),
-        ({"stop_token_ids": (6,), "max_new_tokens": 2}, (5, 9), FinishReason.LENGTH),
-        ({"max_new_tokens": 3}, (5, 9, 6), FinishReason.LENGTH),
-        ({"max_new_tokens": 4}, (5, 9, 6, 7), FinishReason.LENGTH),
-    ],
-)
-def test_nothing_after_the_stop_token_or_the_limit_is_emitted_or_counted(
-    limits: dict[str, object], kept: tuple[int, ...], reason: FinishReason
-) -> None:
-    hand = stepping(**limits)
-    actions = hand.done(hand.in_flight()[0], a=(5, 9, 6, 7))
-    assert only(actions, Emit).tokens == kept
-    finish = only(actions, Finish)
-    assert (finish.reason, finish.usage.completion_tokens) == (reason, len(kept))
-    assert released(actions) == ["a"]
 
 
 def test_each_request_gets_its_own_tokens_whatever_the_order_of_rows() -> None:

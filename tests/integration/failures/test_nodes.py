@@ -27,7 +27,7 @@ from cluster.client import Client
 from protos import lockstep_pb2 as pb
 from replicas.config import ReplicaConfig
 from tests.chaos.hosted import HostedCluster, Plan, cluster_config
-from tests.chaos.load import Outcome, all_right, fake_asks, longest_silence_s, recovered, serve
+from tests.chaos.load import all_right, fake_asks, longest_silence_s, recovered, serve_during
 from tests.cluster.fakes import fake_loader, load_fake_text
 from tests.free_ports import free_port
 from tests.integration.conftest import plainly
@@ -65,54 +65,40 @@ def hosted() -> Iterator[HostedCluster]:
         yield running
 
 
-def lose_while_streams_run(hosted: HostedCluster, node_id: str) -> list[Outcome]:
-    """Also asserts that what ran on the node is dead."""
+def lose(hosted: HostedCluster, node_id: str) -> None:
+    """Under load; returns when what ran on the node is dead."""
     there = [one.pid for kind in KINDS for one in hosted.processes(kind) if one.node_id == node_id]
     assert there
-
-    def lose() -> None:
-        hosted.wait_for_requests(STREAMS)
-        hosted.wait_for_tokens(400)
-        hosted.lose_node(node_id)
-
-    outcomes = serve(hosted.address, fake_asks(STREAMS, tokens=TOKENS), lose)
+    hosted.wait_for_tokens(400)
+    hosted.lose_node(node_id)
     deadline_s = time.monotonic() + 30
     while left := [pid for pid in there if lives(pid)]:
         assert time.monotonic() < deadline_s, f"{left} live on"
         time.sleep(0.1)
-    return outcomes
 
 
-def test_a_node_with_a_replica_is_lost(hosted: HostedCluster) -> None:
-    head = hosted.process("frontend").node_id
-    pool = hosted.process("pool").node_id
-    nodes = {process.node_id for process in hosted.processes("replica")}
-    assert len(nodes) == 2
-    assert head not in nodes
-    gone = next(node for node in nodes if node != pool)
-    outcomes = lose_while_streams_run(hosted, gone)
+def test_a_node_with_a_replica_and_then_the_node_with_the_pool_are_lost(
+    hosted: HostedCluster,
+) -> None:
+    def disturb() -> None:
+        pool = hosted.process("pool").node_id
+        nodes = {process.node_id for process in hosted.processes("replica")}
+        assert len(nodes) == 2
+        assert pool in nodes
+        assert hosted.process("frontend").node_id not in nodes
+        (other,) = nodes - {pool}
+        lose(hosted, other)
+        hosted.add_node()
+        hosted.wait_for_replicas(2, 240.0)
+        assert hosted.process("pool").node_id == pool
+        lose(hosted, pool)
+        hosted.wait_for_tokens(0)
+        assert hosted.process("pool").node_id != pool
+
+    outcomes = serve_during(hosted.address, fake_asks(STREAMS, tokens=TOKENS), disturb)
     all_right(outcomes)
     assert max(recovered(outcomes)) > 0
-    assert hosted.process("pool").node_id == pool
-    print(f"node with a replica lost: silence {longest_silence_s(outcomes):.2f} s")
-    # The lease ends that. Ray itself believes in the node for 15 s.
-    assert longest_silence_s(outcomes) < 15
-    hosted.add_node()
-    hosted.wait_for_replicas(2, 240.0)
-    all_right(serve(hosted.address, fake_asks(8)))
-    hosted.wait_until_idle()
-
-
-def test_the_node_with_the_pool_is_lost(hosted: HostedCluster) -> None:
-    hosted.wait_for_replicas(2)
-    gone = hosted.process("pool").node_id
-    assert gone != hosted.process("frontend").node_id
-    assert gone in {process.node_id for process in hosted.processes("replica")}
-    outcomes = lose_while_streams_run(hosted, gone)
-    all_right(outcomes)
-    assert min(recovered(outcomes)) > 0
-    assert hosted.process("pool").node_id != gone
-    print(f"node with the pool lost: silence {longest_silence_s(outcomes):.2f} s")
+    print(f"two nodes lost: longest silence {longest_silence_s(outcomes):.2f} s")
     hosted.wait_until_idle()
     hosted.add_node()
 

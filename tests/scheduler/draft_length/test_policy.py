@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from statistics import fmean
 
 import pytest
@@ -119,33 +118,6 @@ def test_a_request_that_pins_a_long_draft_does_not_hide_that_drafting_pays_again
     pair.acceptance = 0.95
     pair.turn(policy, rows_of(8), 600)
     assert policy.estimates("r").draft_len >= 4
-
-
-def test_a_probe_that_hiccupped_is_not_the_last_for_long() -> None:
-    """Probes may cost a share of the time, so by a probe of ten seconds the next were far away."""
-    pair = Pair(CHEAP, TARGET, acceptance=0.0)
-    policy = policy_for(pair)
-    rows = rows_of(8)
-    pair.turn(policy, rows, 300)
-    probed = False
-    while not probed:
-        batch, result = pair.answer(rows, policy.plan("r", rows, 1))
-        if probed := batch.draft_len > 0:
-            times = replace(result.times, total_s=result.times.total_s + 10.0)
-            result = replace(result, times=times)
-        policy.observe(batch, result, answers(rows, result), None)
-    pair.acceptance = 0.9
-    pair.turn(policy, rows, 1000)
-    assert policy.estimates("r").draft_len >= 4
-
-
-def test_batches_have_several_steps_as_soon_as_the_trials_tell_enough() -> None:
-    """Two may: then there is no third, and none is waited for."""
-    pair = Pair(CHEAP, TARGET, acceptance=0.8)
-    policy = policy_for(None)
-    rows = rows_of(1)
-    pair.turn(policy, rows, 40, steps_most=8, round_trip_s=2e-3)
-    assert policy.plan("r", rows, 8).steps > 1
 
 
 def test_a_row_that_pins_its_draft_length_has_as_many_steps_per_batch_as_others() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from scheduler.messages import FinishReason, Request, RowResult
+from scheduler.messages import Request, RowResult
 from scheduler.state.sequence import LEGAL, Move, Sequence, State
 
 
@@ -25,12 +25,6 @@ def test_a_move_is_in_the_table_or_an_assertion(state: State, move: Move) -> Non
         with pytest.raises(AssertionError, match="no move"):
             one.move(move)
         assert one.state is state
-
-
-def test_a_stop_token_in_the_prompt_ends_nothing() -> None:
-    one = sequence(prompt=(9, 1, 9), stop_token_ids=(9,))
-    assert one.commit(RowResult("a", (5, 6), 1)) == ((5, 6), None)
-    assert one.commit(RowResult("a", (9, 6), 1)) == ((9,), FinishReason.STOP)
 
 
 runs_of_a_batch = st.integers(0, 4).flatmap(

@@ -1,11 +1,12 @@
-"""Proves the order of the queue: classes age, tenants share, deadlines count, and none starves."""
+"""Proves the order of the queue: classes age, tenants share, deadlines count, and none starves.
+
+That none is lost or doubled is checked after each event in `tests.sim`.
+"""
 
 from __future__ import annotations
 
 import pickle
 from random import Random
-
-from hypothesis import given, settings, strategies as st
 
 from scheduler.messages import Priority, Request
 from scheduler.state.sequence import Sequence
@@ -120,42 +121,6 @@ def test_those_that_lost_their_place_come_first_by_arrival() -> None:
     queue.add(sequence(4, priority=Priority.LOW), first=True)
     queue.add(sequence(2, tenant="x"), first=True)
     assert list(queue) == ["2", "4", "5"]
-
-
-moves = st.lists(
-    st.tuples(
-        st.sampled_from(["add", "first", "remove", "serve"]),
-        st.sampled_from(list(Priority)),
-        st.sampled_from(["", "x", "y", "z"]),
-        st.integers(2, 200),
-        st.sampled_from([None, 0.5, 50.0]),
-    ),
-    max_size=120,
-)
-
-
-@settings(max_examples=150, deadline=None)
-@given(moves, st.integers(0, 2**32))
-def test_none_is_lost_or_doubled(
-    moves: list[tuple[str, Priority, str, int, float | None]], seed: int
-) -> None:
-    rng = Random(seed)
-    queue = WaitingQueue(AGE_S)
-    waiting: dict[str, Sequence] = {}
-    for number, (what, priority, tenant, tokens, timeout_s) in enumerate(moves):
-        if what in ("add", "first"):
-            one = sequence(number, 0.3 * number, priority, tenant, tokens, timeout_s)
-            waiting[one.id] = one
-            queue.add(one, first=what == "first")
-        elif waiting:
-            one = waiting.pop(rng.choice(list(waiting))) if what == "remove" else None
-            if one is None:
-                one = waiting.pop(next(iter(queue)))
-                queue.charge(one)
-            queue.remove(one)
-        queue.check_integrity()
-        assert set(queue) == set(waiting)
-        assert [one.id for one in queue.values()] == list(queue)
 
 
 def test_a_long_life_leaves_nothing_behind() -> None:
