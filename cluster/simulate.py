@@ -49,7 +49,7 @@ class Result:
 
     def summary(self) -> dict[str, Any]:
         """The figures as JSON has them; times in virtual seconds."""
-        figures, setup = self.figures, self.case.setup
+        figures, sums, setup = self.figures, self.figures.sums, self.case.setup
         latency, first, token = (
             Distribution.of(values)
             for values in (figures.latency_s, figures.first_token_s, figures.per_token_s)
@@ -68,11 +68,11 @@ class Result:
             "latency_s": asdict(latency) if latency else None,
             "ttft_s": asdict(first) if first else None,
             "token_s": asdict(token) if token else None,
-            "rows_mean": figures.rows_mean,
-            "spread_mean": figures.spread_mean,
-            "tokens_per_row_and_step": figures.committed_per_step,
+            "rows_mean": sums.row_steps / max(sums.steps, 1),
+            "spread_mean": sums.spread_mean,
+            "tokens_per_row_and_step": figures.tokens / max(sums.row_steps, 1),
             "waiting_most": figures.waiting_most,
-            "batches": figures.batches,
+            "batches": sums.batches,
         }
 
 

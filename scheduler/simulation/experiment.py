@@ -18,6 +18,7 @@ from scheduler.simulation.clock import VirtualClock
 from scheduler.simulation.hardware import Times
 from scheduler.simulation.workload import WorkloadRequest
 from scheduler.simulation.world import FaultPlan, RequestOutcome, World
+from scheduler.state import BatchFigures
 from scheduler.status import PoolStatus
 
 SAMPLES_MAX = 100
@@ -73,12 +74,8 @@ class Figures:
     """From the first Emit to the last, over the tokens after the first, where there are some."""
     refusals: list[str] = field(default_factory=list)
     """Why requests were refused, one by one."""
-    batches: int = 0
-    rows_mean: float = 0.0
-    """Rows per step."""
-    spread_mean: float = 0.0
-    committed_per_step: float = 0.0
-    """Tokens per row and step."""
+    sums: BatchFigures = field(default_factory=BatchFigures)
+    """Of all replicas."""
 
     @property
     def finished(self) -> int:
@@ -115,7 +112,8 @@ class Figures:
         first, last = self.samples[count // 4], self.samples[3 * count // 4]
         if count < 4 or first.at_s == last.at_s:
             first, last = self.samples[0], self.samples[-1]
-        return _ratio(getattr(last, name) - getattr(first, name), last.at_s - first.at_s)
+        spent_s = last.at_s - first.at_s
+        return (getattr(last, name) - getattr(first, name)) / spent_s if spent_s else 0.0
 
 
 class Experiment:
@@ -168,13 +166,8 @@ class Experiment:
             self._plan_next()
         self._clock.run()
         assert self._ended == len(self._requests), "requests were lost"
-        figures = self._figures
-        sums = self._status().figures
-        figures.batches = sums.batches
-        figures.rows_mean = _ratio(sums.row_steps, sums.steps)
-        figures.spread_mean = sums.spread_mean
-        figures.committed_per_step = _ratio(figures.tokens, sums.row_steps)
-        return figures
+        self._figures.sums = self._status().figures
+        return self._figures
 
     def _status(self) -> PoolStatus:
         return merged_status([world.scheduler.snapshot() for world in self._worlds])
@@ -237,7 +230,3 @@ class Experiment:
             busy_s=sums.busy_s,
             pool_busy_s=sum(world.report.pool_busy_s for world in self._worlds),
         )
-
-
-def _ratio(amount: float, by: float) -> float:
-    return amount / by if by else 0.0

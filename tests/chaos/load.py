@@ -199,37 +199,27 @@ def serve(
     asks: Sequence[Ask],
     disturb: Callable[[], None] = lambda: None,
     retry: RetryPolicy = NO_RETRY,
+    again: bool = False,
 ) -> list[Outcome]:
-    """All at once, each tried once only; disturbs meanwhile, on a thread."""
+    """All at once, each tried once only; disturbs meanwhile, on a thread.
+
+    `again`: each again and again, one after the other, until `disturb` has ended. So the load lasts
+    as long as the disturbance, however fast the machine is.
+    """
 
     async def run() -> list[Outcome]:
         async with AsyncClient(address, retry=retry) as client:
             disturbing = asyncio.create_task(asyncio.to_thread(disturb))
-            outcomes = await asyncio.gather(*(put(client, ask) for ask in asks))
-            await disturbing
-            return outcomes
 
-    return asyncio.run(run())
-
-
-def serve_during(address: str, asks: Sequence[Ask], disturb: Callable[[], None]) -> list[Outcome]:
-    """Each again and again, one after the other, tried once only, while `disturb` runs on a thread.
-
-    So the load lasts as long as the disturbance, however fast the machine is.
-    """
-
-    async def run() -> list[Outcome]:
-        outcomes: list[Outcome] = []
-        async with AsyncClient(address, retry=NO_RETRY) as client:
-            disturbing = asyncio.create_task(asyncio.to_thread(disturb))
-
-            async def repeat(ask: Ask) -> None:
-                while not disturbing.done():
+            async def repeat(ask: Ask) -> list[Outcome]:
+                outcomes = [await put(client, ask)]
+                while again and not disturbing.done():
                     outcomes.append(await put(client, ask))
+                return outcomes
 
-            await asyncio.gather(*map(repeat, asks))
+            each = await asyncio.gather(*map(repeat, asks))
             await disturbing
-        return outcomes
+        return [outcome for outcomes in each for outcome in outcomes]
 
     return asyncio.run(run())
 

@@ -27,7 +27,7 @@ from cluster.client import Client
 from protos import lockstep_pb2 as pb
 from replicas.config import ReplicaConfig
 from tests.chaos.hosted import HostedCluster, Plan, cluster_config
-from tests.chaos.load import all_right, fake_asks, longest_silence_s, recovered, serve_during
+from tests.chaos.load import all_right, fake_asks, longest_silence_s, recovered, serve
 from tests.cluster.fakes import fake_loader, load_fake_text
 from tests.free_ports import free_port
 from tests.integration.conftest import plainly
@@ -87,7 +87,10 @@ def test_a_node_with_a_replica_and_then_the_node_with_the_pool_are_lost(
         assert pool in nodes
         assert hosted.process("frontend").node_id not in nodes
         (other,) = nodes - {pool}
+        seen = hosted.wait_for(lambda _status: True).recovered
         lose(hosted, other)
+        # The lease ends that. Ray itself believes in the node for 15 s.
+        hosted.wait_for(lambda status: status.recovered > seen, bound_s=10.0)
         hosted.add_node()
         hosted.wait_for_replicas(2, 240.0)
         assert hosted.process("pool").node_id == pool
@@ -95,7 +98,8 @@ def test_a_node_with_a_replica_and_then_the_node_with_the_pool_are_lost(
         hosted.wait_for_tokens(0)
         assert hosted.process("pool").node_id != pool
 
-    outcomes = serve_during(hosted.address, fake_asks(STREAMS, tokens=TOKENS), disturb)
+    asks = fake_asks(STREAMS, tokens=TOKENS)
+    outcomes = serve(hosted.address, asks, disturb, again=True)
     all_right(outcomes)
     assert max(recovered(outcomes)) > 0
     print(f"two nodes lost: longest silence {longest_silence_s(outcomes):.2f} s")

@@ -27,16 +27,7 @@ from replicas.config import ReplicaConfig
 from scheduler.messages import Action, Event, Submit
 from tests.chaos.answers import cut, fake_bases
 from tests.chaos.hosted import HostedCluster, Plan, cluster_config
-from tests.chaos.load import (
-    PLAIN,
-    Ask,
-    all_right,
-    fake_asks,
-    longest_silence_s,
-    recovered,
-    serve,
-    serve_during,
-)
+from tests.chaos.load import PLAIN, Ask, all_right, fake_asks, longest_silence_s, recovered, serve
 from tests.chaos.troubled import (
     HANG_ONCE,
     KILL_IN_PREFILL,
@@ -290,7 +281,7 @@ def test_replicas_that_go_and_a_rolling_update_under_load_lose_nothing(
 
     # Streams and unary calls of three lengths.
     asks = [ask for tokens in (20, 90, 180) for ask in fake_asks(8, tokens=tokens)]
-    outcomes = serve_during(hosted.address, asks, breathe_and_update)
+    outcomes = serve(hosted.address, asks, breathe_and_update, again=True)
     all_right(outcomes)
     assert max(recovered(outcomes)) > 0, "no replica that went had anything to hand back"
     after = hosted.wait_for_replicas(2, BOUND_S)
@@ -309,7 +300,7 @@ def test_replicas_come_with_the_load_from_none_and_go_with_it(hosted: HostedClus
     def grow() -> None:
         hosted.wait_for_replicas(3, BOUND_S)
 
-    all_right(serve_during(hosted.address, fake_asks(60, tokens=300), grow))
+    all_right(serve(hosted.address, fake_asks(60, tokens=300), grow, again=True))
     hosted.wait_for_replicas(0, BOUND_S)
 
 

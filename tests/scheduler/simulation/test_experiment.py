@@ -89,7 +89,7 @@ def test_a_lone_request_takes_its_prefill_its_steps_and_its_messages(at_s: float
     assert figures.latency_s[0] == near(expected_s)
     assert figures.first_token_s[0] == near(expected_s - 0.030 - back_s)
     assert figures.per_token_s[0] == near((0.030 + back_s) / 15)
-    assert figures.committed_per_step == 5.0
+    assert figures.tokens / figures.sums.row_steps == 5.0
     assert figures.samples[0].at_s == at_s
     assert figures.elapsed_s == near(expected_s)
     assert figures.tokens_per_s() == near(20 / expected_s)
