@@ -83,36 +83,24 @@ def test_the_number_is_within_the_bounds_and_no_live_request_without_a_replica(
     assert least <= number <= config.max_replicas
 
 
-@given(
-    configs(),
-    loads,
-    st.integers(0, 10**6),
-    st.integers(0, 10**6),
-    st.floats(0.0, 1e5),
-    st.integers(0, 12),
-    states,
-    times,
-)
+@given(configs(), loads, loads, st.integers(0, 12), states, times)
 def test_more_load_never_wants_fewer_replicas(
     config: AutoscalingConfig,
     load: Load,
-    tokens: int,
-    more_tokens: int,
-    more_per_s: float,
+    more: Load,
     wanted: int,
     state: ScalingState,
     now_s: float,
 ) -> None:
-    load = replace(load, outstanding_tokens=tokens, committed_per_s=10.0)
     heavier = replace(
         load,
-        outstanding_tokens=tokens + more_tokens,
+        outstanding_tokens=load.outstanding_tokens + more.outstanding_tokens,
         waiting=load.waiting + 1,
-        committed_per_s=10.0 + more_per_s,
+        committed_per_s=load.committed_per_s + more.committed_per_s,
     )
     number, _ = load.wanted(config, wanted, state, now_s)
-    more, _ = heavier.wanted(config, wanted, state, now_s)
-    assert more >= number
+    greater, _ = heavier.wanted(config, wanted, state, now_s)
+    assert greater >= number
 
 
 @given(configs(), loads, st.integers(0, 12), st.floats(0.05, 3.0))
