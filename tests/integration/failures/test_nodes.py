@@ -1,6 +1,6 @@
 """Proves: losing a whole node, with replicas or with the pool on it, loses no request and no token;
-the ranks of one replica on two nodes serve what the whole target says, whatever drafts and
-whichever rank is killed.
+the ranks of one replica on two nodes serve what the whole target says, whatever drafts and when
+a rank is killed.
 
 Several Ray nodes run on this machine; Serve's proxy and the frontend are on the head node, which
 stays. Two worker nodes have a GPU each in Ray's books. All processes of a node that is lost are
@@ -116,12 +116,7 @@ def load_in_turn(config: ReplicaConfig, directory: Path) -> Any:
     """Each replica that starts drafts in another way; a file named by its process says how."""
     from cluster import app
 
-    head = str(directory / "head")
-    ways = (
-        {"method": "suffix"},
-        {"method": "eagle3", "model": head},
-        {"method": "draft_model", "model": config.draft},
-    )
+    ways = ({"method": "suffix"}, {"method": "eagle3", "model": str(directory / "head")})
     way = ways[len(list(directory.glob("pid-*"))) % len(ways)]
     (directory / f"pid-{os.getpid()}").write_text(way["method"])
     given = config.model_dump() | {"draft": None, "speculative": way}
@@ -165,24 +160,18 @@ def served(hosted: HostedCluster) -> list[list[int]]:
         return list(pool.map(tokens, PROMPTS))
 
 
-def test_ranks_on_two_nodes_give_the_tokens_of_the_whole_target(
-    hosted: HostedCluster, right: list[list[int]]
+def test_ranks_on_two_nodes_give_the_tokens_of_the_whole_target_though_one_is_killed(
+    hosted: HostedCluster, right: list[list[int]], directory: Path
 ) -> None:
-    first, second = ranks(hosted)
+    """The rank beside the replica's own process. The replica that comes drafts in another way."""
+    before = first, second = ranks(hosted)
     assert first.node_id != second.node_id
-    assert served(hosted) == right
-    assert ranks(hosted) == (first, second)
-
-
-def kill_one(hosted: HostedCluster, right: list[list[int]], lost: int) -> None:
-    hosted.wait_for_replicas(1)
-    before = ranks(hosted)
     seen = hosted.wait_for(lambda _status: True)
     answers: list[list[list[int]]] = []
     load = threading.Thread(target=lambda: answers.append(served(hosted)), daemon=True)
     load.start()
     hosted.wait_for_tokens(0)
-    os.kill(before[lost].pid, signal.SIGKILL)
+    os.kill(second.pid, signal.SIGKILL)
     load.join(240)
     assert answers == [right]
     after = hosted.wait_for_replicas(1)
@@ -196,12 +185,5 @@ def kill_one(hosted: HostedCluster, right: list[list[int]], lost: int) -> None:
         assert time.monotonic() < deadline_s, "Ray still knows a rank that has ended"
         time.sleep(0.1)
     assert served(hosted) == right
-
-
-def test_a_rank_that_is_killed_has_the_replica_replaced_and_no_request_fails(
-    hosted: HostedCluster, right: list[list[int]], directory: Path
-) -> None:
-    for lost, way in ((0, "suffix"), (1, "eagle3")):
-        (replica, _) = ranks(hosted)
-        assert (directory / f"pid-{replica.pid}").read_text() == way
-        kill_one(hosted, right, lost)
+    ways = [(directory / f"pid-{one.pid}").read_text() for one in (first, ranks(hosted)[0])]
+    assert ways == ["suffix", "eagle3"]

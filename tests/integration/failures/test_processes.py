@@ -295,7 +295,6 @@ def test_replicas_come_with_the_load_from_none_and_go_with_it(hosted: HostedClus
     hosted.wait_for_replicas(0, BOUND_S)
     with Client(hosted.address, retry=NO_RETRY) as client:
         assert not client.ready(), "no replica has its models in memory"
-    all_right(serve(hosted.address, fake_asks(1, tokens=40)))
 
     def grow() -> None:
         hosted.wait_for_replicas(3, BOUND_S)
