@@ -93,7 +93,8 @@ def best_replica(sequence: Sequence, pool: Pool) -> ReplicaRecord | None:
         if len(replica.pipeline) == config.batches_in_flight_max:
             continue
         candidates += 1
-        rank = (min(load - _rows_worth(replica, sequence), lightest), load, replica_id)
+        rows_worth = replica.shared(sequence) // PREFIX_TOKENS_PER_ROW
+        rank = (min(load - rows_worth, lightest), load, replica_id)
         if best is None or rank < best_rank:
             best, best_rank = replica, rank
     return best
@@ -198,11 +199,6 @@ def _is_lighter(
     )
 
 
-def _rows_worth(replica: ReplicaRecord, sequence: Sequence) -> int:
-    """How many residents more the replica may have than another, for the prefix that it has."""
-    return replica.shared(sequence) // PREFIX_TOKENS_PER_ROW
-
-
 def lightest(replica: ReplicaRecord, pool: Pool) -> ReplicaRecord | None:
     """The replica that should take rows of this one, if the imbalance is large enough.
 
@@ -233,7 +229,12 @@ def rows_to_move(
     target fills with it in one chunk of so many tokens. What it left would go back."""
     turns = batches_per_round(replica.load, config.rows_max)
     turns_there = batches_per_round(target.load + config.prefill_rows_max, config.rows_max)
-    gains = [(_gain(one, turns, turns_there), one) for one in replica.ready]
+    # Tokens that a row would commit earlier, less those that its prefill costs.
+    share = 1 - turns_there / turns
+    gains = [
+        (one.tokens_left * share - one.length / PREFILL_TOKENS_PER_STEP, one)
+        for one in replica.ready
+    ]
     most = min(config.prefill_rows_max, (replica.load - target.load) // 2)
     gains.sort(key=lambda pair: (-pair[0], pair[1].number))
     rows: list[Sequence] = []
@@ -247,9 +248,3 @@ def rows_to_move(
         if target.could_hold(sequence) and target.has_blocks(sequence, rows):
             rows.append(sequence)
     return rows
-
-
-def _gain(sequence: Sequence, turns: int, turns_there: int) -> float:
-    """Tokens that it would commit earlier, less those that its prefill costs."""
-    saved = sequence.tokens_left * (1 - turns_there / turns)
-    return saved - sequence.length / PREFILL_TOKENS_PER_STEP

@@ -6,7 +6,6 @@ that changes how many tokens a step commits, never which.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from random import Random
@@ -62,7 +61,9 @@ class Resident:
 
     def step(self, draft_len: int, rng: Random, vocab_size: int) -> bool:
         """Commits the accepted tokens and one more. Returns whether the sequence has finished."""
-        accepted = _draw_accepted(self.acceptance, draft_len, rng)
+        accepted = 0
+        while accepted < draft_len and rng.random() < self.acceptance:
+            accepted += 1
         self.draft_tokens += draft_len
         for position in range(min(accepted + 1, draft_len)):
             self.tried_at[position] += 1
@@ -243,15 +244,6 @@ class SimulatedReplica:
 
     def _remove(self, sequence_id: str) -> None:
         self._blocks_used -= self.residents.pop(sequence_id).blocks
-
-
-def _draw_accepted(acceptance: float, draft_len: int, rng: Random) -> int:
-    """Draft tokens before the first that is refused: geometric, cut at those drafted."""
-    if draft_len == 0 or acceptance <= 0:
-        return 0
-    if acceptance >= 1:
-        return draft_len
-    return min(int(math.log(1.0 - rng.random()) / math.log(acceptance)), draft_len)
 
 
 def reference_output(request: Request, vocab_size: int) -> tuple[tuple[int, ...], FinishReason]:
