@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from scheduler.messages import Batch, BatchKind, StepTimes
 
@@ -12,7 +11,8 @@ Cost = Callable[[int, int], float]
 """Seconds of so many tokens that read so many KV positions."""
 
 
-class LinearCost(NamedTuple):
+@dataclass(frozen=True)
+class LinearCost:
     """Seconds: once, per token and per KV position."""
 
     fixed_s: float
