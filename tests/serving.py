@@ -18,12 +18,9 @@ _ROOT = Path(__file__).parents[1]
 
 @contextmanager
 def lockstep_serve(
-    arguments: Sequence[str], log: Path, ray_address: str = "local", may_end: bool = False
+    arguments: Sequence[str], log: Path, ray_address: str = "local"
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Ready to serve, or with `may_end` ended by itself; stopped at the end, if it is still there.
-
-    What it prints is in `log`.
-    """
+    """Ready to serve; stopped at the end, if it is still there. What it prints is in `log`."""
     environment = os.environ | {"RAY_ADDRESS": ray_address, "OMP_NUM_THREADS": "1"}
     with log.open("wb") as out:
         process = subprocess.Popen(
@@ -38,8 +35,6 @@ def lockstep_serve(
     try:
         deadline_s = time.monotonic() + START_S
         while "Ctrl-C stops it" not in " ".join(log.read_text(errors="replace").split()):
-            if may_end and process.poll() is not None:
-                break
             assert process.poll() is None, log.read_text(errors="replace")
             assert time.monotonic() < deadline_s, log.read_text(errors="replace")
             time.sleep(0.1)

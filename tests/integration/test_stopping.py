@@ -6,21 +6,19 @@ own; signals as an operator or a container runtime sends them.
 
 from __future__ import annotations
 
+import json
 import os
-import re
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc
 import pytest
-import yaml
 from grpc import StatusCode
 
 from cluster.client import NO_RETRY, Client
@@ -39,45 +37,6 @@ GRACE_S = 120.0
 STOP_S = 60.0
 """For Ray's end where nothing is waited for."""
 FLOW_S = 60.0
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    return write_pair(tmp_path_factory.mktemp("pair"), positions=STREAM_TOKENS + 48)
-
-
-@dataclass(frozen=True)
-class Served:
-    process: subprocess.Popen[bytes]
-    address: str
-    log: Path
-
-
-@contextmanager
-def serving(
-    pair: tuple[Path, Path],
-    directory: Path,
-    ray_address: str,
-    replicas: int = 1,
-    **actors: float,
-) -> Iterator[Served]:
-    """Ready to serve, or ended by itself; killed at the end if it is still there."""
-    settings = {
-        "target": str(pair[0]),
-        "draft": str(pair[1]),
-        "device": "cpu",
-        "kv_memory_mb": 64,
-        "torch_threads": 1,
-        "grpc_port": free_port(),
-        "http_port": free_port(),
-        "replicas": replicas,
-        "actors": {"drain_s": GRACE_S, **actors},
-    }
-    config = directory / "settings.yaml"
-    config.write_text(yaml.safe_dump(settings))
-    log = directory / "log"
-    with lockstep_serve(["--config", str(config)], log, ray_address, may_end=True) as process:
-        yield Served(process, f"localhost:{settings['grpc_port']}", log)
 
 
 _BEGIN = """
@@ -227,17 +186,24 @@ def test_ctrl_c_lets_streams_run_on_and_a_second_signal_stops_at_once(keyed: Key
 
 
 def test_what_runs_is_finished_what_is_new_refused_and_nothing_left_on_a_ray_that_was_joined(
-    pair: tuple[Path, Path], tmp_path: Path, somebodys_ray: str
+    tmp_path: Path, somebodys_ray: str
 ) -> None:
+    target, draft = write_pair(tmp_path, positions=STREAM_TOKENS + 48)
+    grpc_port, http_port, log = free_port(), free_port(), tmp_path / "log"
     # There is a GPU for one of the two.
-    wanted = {"replicas": 2, "replica_gpus": 1}
-    with serving(pair, tmp_path, somebodys_ray, **wanted) as served:
-        said = " ".join(served.log.read_text(errors="replace").split())
+    actors = {"drain_s": GRACE_S, "replica_gpus": 1}
+    arguments = [
+        *("--device", "cpu", "--target", str(target), "--draft", str(draft), "--replicas", "2"),
+        *("--grpc-port", str(grpc_port), "--http-port", str(http_port), "--torch-threads", "1"),
+        *("--kv-memory-mb", "64", "--actors-config", json.dumps(actors)),
+    ]
+    with lockstep_serve(arguments, log, somebodys_ray) as process:
+        said = " ".join(log.read_text(errors="replace").split())
         assert "on 1 of 2 replica(s)" in said
-        streams = Streams(served.address, 8)
+        streams = Streams(f"localhost:{grpc_port}", 8)
         streams.begin()
         told_s = time.monotonic()
-        served.process.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGTERM)
         refused = refused_while(streams)
         print(f"refused after {time.monotonic() - told_s:.2f} s")
         assert refused.code() is StatusCode.UNAVAILABLE
@@ -247,22 +213,8 @@ def test_what_runs_is_finished_what_is_new_refused_and_nothing_left_on_a_ray_tha
         assert not streams.errors
         for number in range(streams.count):
             assert streams.ends[number].usage.completion_tokens == STREAM_TOKENS
-        assert served.process.wait(GRACE_S) == 0, served.log.read_text(errors="replace")
+        assert process.wait(GRACE_S) == 0, log.read_text(errors="replace")
         took_s = time.monotonic() - told_s
         print(f"stopped after {took_s:.1f} s")
         assert took_s < GRACE_S
-    nothing_is_left_on(somebodys_ray)
-
-
-def test_what_finds_no_place_in_time_says_so_in_a_line(
-    pair: tuple[Path, Path], tmp_path: Path, somebodys_ray: str
-) -> None:
-    wanted = {"replica_gpus": 2, "start_s": 3.0}
-    with serving(pair, tmp_path, somebodys_ray, **wanted) as served:
-        assert served.process.wait(STOP_S) == 1
-        said = served.log.read_text(errors="replace")
-        # Ray's own processes may print what they like; it stands behind their names.
-        ours = [line for line in said.splitlines() if not re.match(r"(\x1b\S*?m)?\(", line)]
-        assert "Lockstep did not start: not up within 3 s (actors.start_s); " in "\n".join(ours)
-        assert not any("Traceback" in line for line in ours), said
     nothing_is_left_on(somebodys_ray)
