@@ -207,13 +207,12 @@ class HostedCluster:
 
     def wait_until_idle(self, bound_s: float = 60.0) -> pb.StatusResponse:
         """Until no sequence and no KV block is left over."""
+
+        def idle(status: pb.StatusResponse) -> bool:
+            free = all(replica.kv_blocks_free == replica.kv_blocks for replica in status.replicas)
+            return free and status.waiting == 0 and status.running == 0
+
         return self.wait_for(idle, bound_s)
-
-
-def idle(status: pb.StatusResponse) -> bool:
-    """Whether nobody waits or runs and every KV block is free."""
-    free = all(replica.kv_blocks_free == replica.kv_blocks for replica in status.replicas)
-    return free and status.waiting == 0 and status.running == 0
 
 
 # --------------------------------------------------------------------------- the other process
