@@ -27,7 +27,6 @@ class Load:
 
     outstanding_tokens: int
     waiting: int
-    serving: int
     tokens_per_s: float
     committed_per_s: float = 0.0
 
@@ -37,7 +36,7 @@ class Load:
         status = PoolStatus(
             waiting=self.waiting,
             live=self.waiting,
-            replicas=(ReplicaStatus("r", SPEC),) * self.serving,
+            replicas=(),
             finished={},
             outstanding_tokens=self.outstanding_tokens,
             tokens_per_s=self.committed_per_s,
@@ -67,7 +66,6 @@ loads = st.builds(
     Load,
     outstanding_tokens=st.integers(0, 10**6),
     waiting=st.integers(0, 1000),
-    serving=st.integers(0, 15),
     tokens_per_s=st.floats(1.0, 1e4),
     committed_per_s=st.floats(0.0, 1e5),
 )
@@ -110,9 +108,6 @@ def test_under_constant_load_the_number_moves_one_way_and_then_stands_still(
     state = ScalingState()
     numbers: list[int] = []
     for look in range(int(150 / look_s)):
-        # What serves follows what is wanted, as in a cluster.
-        serving = numbers[-1] if numbers else wanted
-        load = replace(load, serving=serving)
         wanted, state = load.wanted(config, wanted, state, look * look_s)
         numbers.append(wanted)
     rises = any(b > a for a, b in pairwise(numbers))
@@ -133,42 +128,38 @@ CONFIG = AutoscalingConfig(
 )
 
 
-def follow(
-    config: AutoscalingConfig, loads: list[tuple[float, Load]], wanted: int = 0
-) -> list[int]:
-    state = ScalingState()
-    numbers = []
-    for now_s, load in loads:
-        wanted, state = load.wanted(config, wanted, state, now_s)
-        numbers.append(wanted)
-    return numbers
+def load_of(tokens: int, per_s: float = 0.0) -> Load:
+    return Load(tokens, 1 if tokens else 0, tokens_per_s=100.0, committed_per_s=per_s)
 
 
-def load_of(tokens: int, serving: int = 1, per_s: float = 0.0) -> Load:
-    return Load(tokens, 1 if tokens else 0, serving, tokens_per_s=100.0, committed_per_s=per_s)
+CROWD, CALM, NONE = load_of(3500), load_of(500), load_of(0)
 
 
-def test_the_first_request_wants_a_replica_at_once_and_a_crowd_more_after_the_delay() -> None:
-    crowd = load_of(3500, serving=0)
-    assert follow(CONFIG, [(0.0, crowd), (1.9, crowd), (2.0, crowd)]) == [1, 1, 4]
-
-
-def test_a_peak_shorter_than_the_delay_adds_nothing() -> None:
-    peak, calm = load_of(3500), load_of(500)
-    looks = [(0.0, peak), (1.0, peak), (1.5, calm), (2.5, peak), (4.4, peak)]
-    assert follow(CONFIG, looks, wanted=1) == [1, 1, 1, 1, 1]
-
-
-def test_replicas_go_one_by_one_and_the_last_one_only_when_idle_for_long() -> None:
-    none = load_of(0)
-    looks = [(0.0, load_of(10)), *((float(t), none) for t in (1, 30, 31, 60, 61, 99, 100))]
-    assert follow(CONFIG, looks, wanted=3) == [3, 3, 2, 2, 1, 1, 1, 0]
-
-
-def test_throughput_holds_the_replicas_that_a_short_queue_would_let_go() -> None:
-    busy = load_of(200, serving=3, per_s=250.0)
-    looks = [(float(t), busy) for t in range(0, 200, 5)]
-    assert set(follow(CONFIG, looks, wanted=3)) == {3}
+@pytest.mark.parametrize(
+    ("wanted", "looks", "numbers"),
+    [
+        # The first request wants a replica at once, a crowd more after the delay.
+        (0, [(0.0, CROWD), (1.9, CROWD), (2.0, CROWD)], [1, 1, 4]),
+        # A peak shorter than the delay adds nothing.
+        (1, [(0.0, CROWD), (1.0, CROWD), (1.5, CALM), (2.5, CROWD), (4.4, CROWD)], [1] * 5),
+        # Replicas go one by one, and the last one only when idle for long.
+        (
+            3,
+            [(0.0, load_of(10)), *((float(t), NONE) for t in (1, 30, 31, 60, 61, 99, 100))],
+            [3, 3, 2, 2, 1, 1, 1, 0],
+        ),
+        # Throughput holds those that a short queue would let go.
+        (3, [(float(t), load_of(200, per_s=250.0)) for t in range(0, 200, 5)], [3] * 40),
+    ],
+)
+def test_the_number_follows_the_load(
+    wanted: int, looks: list[tuple[float, Load]], numbers: list[int]
+) -> None:
+    state, found = ScalingState(), []
+    for now_s, load in looks:
+        wanted, state = load.wanted(CONFIG, wanted, state, now_s)
+        found.append(wanted)
+    assert found == numbers
 
 
 @pytest.mark.parametrize(
