@@ -4,6 +4,7 @@ outputs of the same salt alone, and that what it remembers is bounded and can be
 from __future__ import annotations
 
 import random
+import tracemalloc
 from collections import Counter
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 
 from replicas.drafters import Ask, Seen, suffix as module
 from replicas.drafters.history import DEEP, DEPTH, END, LEAST_PROBABILITY, PLACES, Draft, History
-from replicas.drafters.suffix import SuffixDrafter, SuffixSource
+from replicas.drafters.suffix import OUTPUTS_TOKENS, SuffixDrafter, SuffixSource
 from replicas.sampling.choice import SamplingBatch
 from replicas.stopwatch import Stopwatch
 from scheduler.messages import SamplingParams
@@ -123,14 +124,11 @@ def test_prompts_are_no_outputs_and_a_row_that_comes_back_puts_out_nothing_twice
     drafter.begin("a", [1, 2, 3, 4], "", 0)
     drafter.end("a")
     assert drafter.size == 0
-    drafter.begin("a", [1, 2], "", 0)
-    commit(drafter, "a", [3, 4])
-    drafter.end("a")  # sent back
-    drafter.begin("a", [1, 2, 3, 4], "", 0)
-    commit(drafter, "a", [5])
-    drafter.end("a")
-    drafter.end("stranger")
-    assert drafter.size == len([3, 4]) + 1 + len([5]) + 1, "and the ends of two"
+    for content, token in (([1, 2], 3), ([1, 2, 3], 4)):  # sent back in between
+        drafter.begin("a", content, "", 0)
+        commit(drafter, "a", [token])
+        drafter.end("a")
+    assert drafter.size == len([3, END, 4, END])
 
 
 def test_nothing_shows_between_salts() -> None:
@@ -141,35 +139,21 @@ def test_nothing_shows_between_salts() -> None:
         assert drafts_of(drafter, salt) == [draft]
 
 
-def test_older_outputs_and_salts_give_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "GENERATION", 40)
-    monkeypatch.setattr(module, "OUTPUTS_TOKENS", 100)
-    monkeypatch.setattr(module, "OUTPUTS_LEAST", 0)
-    drafter = SuffixDrafter()
-    drafter.begin("a", [1, 2], "", 0)
-    said(drafter, [1, 2, 3, 4])
-    for _ in range(9):
-        said(drafter, [50, 51, 52])
-    assert drafts_of(drafter, "a", k=8) == [[3, 4]], "a generation ago"
-    for _ in range(12):
-        said(drafter, [50, 51, 52])
-    assert drafts_of(drafter, "a", k=8) == [[]]
-    for number in range(30):
-        said(drafter, [number] * 30, salt=f"{number}")
-        assert drafter.size <= 100
-    drafter.begin("b", [28, 28], "28", 0)
-    assert drafts_of(drafter, "b")[0][:2] == [28, 28]
-    said(drafter, [8] * 1000)
-    assert drafter.size <= 100
-
-
-@pytest.mark.parametrize(("salts", "length"), [(1, 256), (30_000, 1)])
-def test_what_is_remembered_is_small(salts: int, length: int) -> None:
+@pytest.mark.parametrize(("salts", "length"), [(1, 256), (40_000, 1)])
+def test_what_is_remembered_is_small_and_what_is_older_gives_way(salts: int, length: int) -> None:
     rng = random.Random(0)
     drafter = SuffixDrafter()
-    for number in range(max(salts, 1000)):
+    tracemalloc.start()
+    for number in range(max(salts, 2000)):
         said(drafter, [rng.randrange(50_000) for _ in range(length)], salt=f"{number % salts}")
-    assert drafter.bytes < 16e6 < SuffixSource.memory.kept
+        assert drafter.size <= OUTPUTS_TOKENS
+    assert tracemalloc.get_traced_memory()[0] < SuffixSource.memory.kept
+    tracemalloc.stop()
+    said(drafter, [1, 2, 3, 4], salt="last")
+    drafter.begin("a", [1, 2], "last", 0)
+    assert drafts_of(drafter, "a") == [[3, 4]]
+    said(drafter, [8] * OUTPUTS_TOKENS, salt="last")
+    assert drafts_of(drafter, "a") == [[]]
 
 
 def test_a_history_that_was_cut_back_is_as_it_was() -> None:
