@@ -30,7 +30,7 @@ from transformers import (
 )
 from transformers.activations import SiLUActivation
 
-from replicas.invariant import TILE, Product
+from replicas.invariant import TILE, Product, RowFunction
 from replicas.kv_cache import PagedCache
 
 LayerAttention = Callable[[int, torch.Tensor, float], torch.Tensor]
@@ -81,12 +81,12 @@ class _Layer:
     qkv: Product  # (heads + 2 * kv_heads) * head_dim of hidden
     head_norm: tuple[torch.Tensor, float] | None  # [heads + kv_heads, head_dim], epsilon
     out: Product
-    after_attention: _Norm | None
+    after_attention: RowFunction  # a norm, or nothing
     before_mlp: _Norm
     gate_up: Product  # 2 * intermediate of hidden
-    activation: Callable[[torch.Tensor], torch.Tensor]
+    activation: RowFunction
     down: Product
-    after_mlp: _Norm | None
+    after_mlp: RowFunction  # likewise
 
     def activated(
         self, gate_up: torch.Tensor
@@ -146,7 +146,7 @@ class JoinedDecoder:
         return [self._head, *(product for layer in of_layers for product in layer)]
 
     @property
-    def rowwise(self) -> list[tuple[Callable[[torch.Tensor], torch.Tensor], int]]:
+    def rowwise(self) -> list[tuple[RowFunction, int]]:
         """What else a layer computes of each token, and the width of its input."""
         layer = self._layers[0]
         # Positions differ from token to token, as they do in a pass.
@@ -202,13 +202,13 @@ class JoinedDecoder:
                 self._cache.write(index, slots, fresh)
             if fill and index == last and index + 1 not in taps:
                 break
-            x = _added(x, attention(index, qkv, self._scaling), layer.out, layer.after_attention)
+            x = layer.after_attention(layer.out(attention(index, qkv, self._scaling))).add_(x)
             inner = layer.gate_up(layer.before_mlp(x))
             if kernels and layer.activation is silu:
                 inner = kernels.silu_times(inner)
             else:
                 inner = layer.activated(inner)
-            x = _added(x, inner, layer.down, layer.after_mlp)
+            x = layer.after_mlp(layer.down(inner)).add_(x)
             if index + 1 in taps:
                 tapped.append(x.clone())
         return x, tapped
@@ -313,13 +313,6 @@ class JoinedDecoder:
         return bool(torch.equal(turned.view(-1), by_halves.view(-1)))
 
 
-def _added(
-    x: torch.Tensor, out: torch.Tensor, product: Product, norm: _Norm | None
-) -> torch.Tensor:
-    """The residual x and the layer's output, in one product where nothing stands between."""
-    return product.added(out, x) if norm is None else x + norm(product(out))
-
-
 def _join(parts: Iterable[nn.Linear]) -> tuple[torch.Tensor, torch.Tensor | None]:
     """One weight and bias for layers of the same input; theirs become views, so none is doubled."""
     parts = tuple(parts)
@@ -341,5 +334,5 @@ def _norm(module: Any) -> _Norm:
     return _Norm.of(module.weight.detach(), float(module.variance_epsilon))
 
 
-def _norm_if_any(module: nn.Module, name: str) -> _Norm | None:
-    return _norm(getattr(module, name)) if hasattr(module, name) else None
+def _norm_if_any(module: nn.Module, name: str) -> RowFunction:
+    return _norm(getattr(module, name)) if hasattr(module, name) else lambda x: x
