@@ -72,13 +72,11 @@ def test_draft_is_short_for_a_draft_model_and_may_not_contradict() -> None:
     assert ReplicaConfig(draft="x").drafting == model
     assert ReplicaConfig(draft=None).drafting.method == "none"
     assert ReplicaConfig().drafting.model == "tiny"
-    config = ReplicaConfig(speculative=model)
-    assert (config.draft, config.drafting) == ("x", model)
-    for said in (model, SpeculativeConfig(method="suffix"), None):
-        config = ReplicaConfig(speculative=said)
-        assert ReplicaConfig.model_validate(config.model_dump()) == config
     for said in (model, SpeculativeConfig(method="suffix")):
-        with pytest.raises(ValidationError, match="draft: 'y' contradicts speculative"):
+        config = ReplicaConfig(speculative=said)
+        assert config.drafting == said == ReplicaConfig(draft=None, speculative=said).drafting
+        assert ReplicaConfig.model_validate(config.model_dump()) == config
+        with pytest.raises(ValidationError, match="draft: 'y' beside speculative"):
             ReplicaConfig(draft="y", speculative=said)
 
 
