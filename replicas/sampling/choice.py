@@ -60,12 +60,12 @@ class SamplingBatch:
         """Stack the rows' parameters; the last batches' are kept, for rows stay together."""
         return _stacked(tuple(p if p.temperature else _GREEDY for p in params), device)
 
-    def noise_after(self, positions: torch.Tensor, vocab: int) -> Noise | None:
+    def noise_after(self, positions: torch.Tensor) -> Noise | None:
         """The noise of the tokens that follow these positions, [rows, width], int64; None for a
         greedy batch."""
         if not self.any_sampled:
             return None
-        return Noise(noise_keys(self.seed, positions + 1), self.noisy, vocab)
+        return Noise(noise_keys(self.seed, positions + 1), self.noisy)
 
     def take(self, rows: torch.Tensor) -> SamplingBatch:
         """The batch of these of its rows, [n], int64, each as often as it is named."""
@@ -152,7 +152,7 @@ def guess(
     at = scores.shape[-1] if places is None else places
     if ids is not None:
         at = ids if places is None else ids[places]
-    noisy = scores + noise.at(column).of(at)
+    noisy = scores + noise.columns(column, column + 1).of(at)
     token = first_best(noisy)[..., None]
     token = token if places is None else places.gather(-1, token)
     return token[:, 0, 0]

@@ -44,7 +44,7 @@ def chosen(
     positions: torch.Tensor,  # [rows, width]
 ) -> torch.Tensor:
     sampling = SamplingBatch.of(params, CPU)
-    return choose(logits, sampling, sampling.noise_after(positions - 1, logits.shape[-1]))
+    return choose(logits, sampling, sampling.noise_after(positions - 1))
 
 
 def law(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
@@ -126,8 +126,8 @@ def test_rows_taken_from_a_batch_choose_as_in_it() -> None:
     logits = torch.randn(8, 3, 50, generator=torch.Generator().manual_seed(9)) * 2
     positions, rows = torch.arange(24).view(8, 3), torch.tensor([7, 0, 3, 3, 1])
     batch = SamplingBatch.of(params, CPU)
-    noise = batch.noise_after(positions, 50)
-    some = batch.take(rows).noise_after(positions[rows], 50)
+    noise = batch.noise_after(positions)
+    some = batch.take(rows).noise_after(positions[rows])
     got = choose(logits[rows], batch.take(rows), some)
     assert torch.equal(got, choose(logits, batch, noise)[rows])
 
@@ -138,7 +138,7 @@ def test_a_guess_from_the_targets_own_logits_is_its_choice(vocab: int) -> None:
     params = [SamplingParams(), *PARAMS[:2], SamplingParams(seed=3)] * 20
     logits = torch.randn(len(params), vocab, generator=torch.Generator().manual_seed(2)) * 5
     batch = SamplingBatch.of(params, CPU)
-    noise = batch.noise_after(torch.arange(len(params))[:, None], vocab)
+    noise = batch.noise_after(torch.arange(len(params))[:, None])
     right = choose(logits[:, None], batch, noise)[:, 0]
     found = guess(logits, batch, noise, 0)
     assert (found == right).float().mean() > 0.97
