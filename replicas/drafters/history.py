@@ -57,9 +57,9 @@ class History:
             pair = _pair(self.tokens[-1] if self.tokens else END, second)
             self._last[pair] = self._before.pop()
 
-    def draft(self, most: int, offset: int, tail: Sequence[int] | None = None) -> Draft:
+    def draft(self, most: int, tail: Sequence[int] | None = None) -> Draft:
         """The best draft of at most so many tokens for a text that ends with `tail`; None: for its
-        own. After a match of m tokens it has at most m + offset.
+        own. After a match of m tokens it has at most m + 1.
 
         For each match length the places that match so far vote for the next token; a token's
         probability is its share of the votes times that of the token before.
@@ -76,7 +76,7 @@ class History:
         for index, (length, _) in enumerate(found):
             if index + 1 < len(found) and found[index + 1][0] == length:
                 continue
-            limit = min(most, length + offset)
+            limit = min(most, length + 1)
             if limit <= score:
                 break  # shorter matches give shorter drafts, and no token counts more than 1
             sum_, tokens = self._follow([place for _, place in found[: index + 1]], limit, end)

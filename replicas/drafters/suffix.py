@@ -19,8 +19,6 @@ from replicas.drafters.protocol import Ask, Drafter, DraftSource, Proposal, Seen
 from replicas.memory import DraftMemory, MemoryPlan
 from replicas.stopwatch import Stopwatch
 
-OFFSET = 1
-"""Tokens that a draft may be longer than the match it follows."""
 OUTPUTS_TOKENS = 1 << 18
 """Tokens of outputs of all salts together; the salt written longest ago is forgotten first."""
 OUTPUTS_LEAST = 16
@@ -77,10 +75,10 @@ class SuffixDrafter:
             return Proposal.of(drafts, ask.table.device)
 
     def _draft(self, row: SuffixRow, most: int) -> list[int]:
-        score, draft = row.history.draft(most, OFFSET)
+        score, draft = row.history.draft(most)
         outputs = self._outputs.get(row.salt)
         if outputs is not None and score < most and len(row.history) > 1:
-            more, other = outputs.draft(most, OFFSET, row.history.tokens[-DEPTH:])
+            more, other = outputs.draft(most, row.history.tokens[-DEPTH:])
             if more > score:
                 return other
         return draft

@@ -11,7 +11,6 @@ joined ones take the place of the parts, which become views.
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -47,6 +46,9 @@ MAKES: tuple[type[PreTrainedModel], ...] = (
 )
 """Models that were read and are tested. Others, subclasses too, have the same parts and may do more
 with them where a trial does not see it: scale queries by their position from some length on."""
+
+_OTHER_ROTATION = (GlmForCausalLM, Glm4ForCausalLM)
+"""Neighbours against each other, in a part of a head."""
 
 _SILU = (nn.SiLU, SiLUActivation)
 """Called as functions: a module's own call takes longer than what it computes."""
@@ -95,8 +97,6 @@ class _Layer:
         return self.activation(gate).mul_(up)
 
 
-_log = logging.getLogger("lockstep.replica")
-
 _Rotation = tuple[torch.Tensor, torch.Tensor]
 """Cosines and sines of each token."""
 _ROWS_MOST = 4 * TILE
@@ -131,14 +131,19 @@ class JoinedDecoder:
         cos, sin = body.rotary_emb(self._embedding, positions[None])
         self._cos, self._sin = cos[0], sin[0]  # [context_len, rotated]
         self._rotate = sys.modules[type(first).__module__].apply_rotary_pos_emb
-        self._half_rotation = self._rotates_halves()
+        # The two halves of a whole head against each other.
+        self._half_rotation = cos.shape[-1] == self._dim and type(model) not in _OTHER_ROTATION
         self._other_half = torch.tensor([1, 0], device=self._embedding.device)
         # cos, and sin with the sign that its half gets: one look-up per pass.
         signed = torch.cat((-self._sin[:, : self._dim // 2], self._sin[:, self._dim // 2 :]), -1)
         self._table = torch.stack((self._cos, signed), dim=1)  # [context_len, 2, rotated]
         self._layers = [self._joined(layer) for layer in body.layers]
-        self.kernels = self._kernels() if self._half_rotation else None
-        """`replicas.kernels.layers` where it runs; else torch's operations are."""
+        self.kernels: Any = None
+        """`replicas.kernels.layers` on a GPU; None: torch's operations run."""
+        if self._half_rotation and self._embedding.is_cuda:
+            from replicas.kernels import layers
+
+            self.kernels = layers
 
     @property
     def products(self) -> list[Product]:
@@ -281,36 +286,8 @@ class JoinedDecoder:
             after_mlp=_norm_if_any(layer, "post_mlp_layernorm"),
         )
 
-    def _kernels(self) -> Any:
-        if not self._embedding.is_cuda:
-            return None
-        try:
-            from replicas.kernels import layers
-
-            qkv = self._embedding.new_zeros((1, self.stride, self._dim))
-            place = torch.zeros_like(self._other_half[:1])  # in the scrap block
-            norm = self._layers[0].head_norm
-            layers.rotate_and_write(qkv, self._cache, 0, place, place, self._table, norm)
-            layers.silu_times(qkv.flatten(1))
-        except Exception as error:  # a kernel's compiler may raise anything
-            _log.warning("layers: no Triton kernels: %s", error)
-            return None
-        return layers
-
     def _product(self, layer: nn.Linear) -> Product:
         return Product.of(layer.weight, layer.bias, self._prepack)
-
-    def _rotates_halves(self) -> bool:
-        """Whether the model rotates the two halves of a whole head against each other."""
-        if self._cos.shape[-1] != self._dim:
-            return False
-        x = torch.linspace(-1, 1, self._dim, device=self._cos.device, dtype=self._cos.dtype)
-        last = slice(-1, None)
-        cos, sin = self._cos[None, last], self._sin[None, last]
-        turned, _ = self._rotate(x.view(1, 1, 1, -1), x.view(1, 1, 1, -1), cos, sin)
-        low, high = x.chunk(2)
-        by_halves = x * cos + torch.cat((-high, low)) * sin
-        return bool(torch.equal(turned.view(-1), by_halves.view(-1)))
 
 
 def _join(parts: Iterable[nn.Linear]) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -56,7 +56,7 @@ def test_a_row_drafts_what_followed_its_last_tokens_before_and_its_own_length() 
     assert drafts_of(drafter, "c", "d") == [[], []]
 
 
-def by_definition(text: list[int], most: int, offset: int, tail: list[int] | None) -> Draft:
+def by_definition(text: list[int], most: int, tail: list[int] | None) -> Draft:
     """The draft that History's docstrings define, by looking at every place of a short text."""
     ahead = [] if tail is None else [END]
     ends = range(len(text) - (tail is None), 1, -1)
@@ -75,7 +75,7 @@ def by_definition(text: list[int], most: int, offset: int, tail: list[int] | Non
     for least in dict.fromkeys(length for length, _ in found):
         places = [end for length, end in found if length >= least]
         score, probability, draft = 0.0, 1.0, list[int]()
-        while len(draft) < min(most, least + offset):
+        while len(draft) < min(most, least + 1):
             whole = [*text, *(ahead or draft)]
             votes = Counter(whole[end + len(draft)] for end in places)
             token, count = votes.most_common(1)[0]
@@ -100,9 +100,9 @@ def test_a_draft_is_the_one_that_its_definition_gives() -> None:
         if rng.random() < 0.5:
             tail = rng.choices(tokens, k=rng.randint(2, 8))
             text = rng.choices([*text, END], k=len(text))
-        most, offset = rng.randint(1, 8), rng.randint(0, 2)
-        draft = History(text).draft(most, offset, tail)
-        assert draft == by_definition(text, most, offset, tail), (text, most, offset, tail)
+        most = rng.randint(1, 8)
+        draft = History(text).draft(most, tail)
+        assert draft == by_definition(text, most, tail), (text, most, tail)
 
 
 def test_outputs_are_drafted_from_after_their_row_has_left_and_never_across_two() -> None:
@@ -164,9 +164,9 @@ def test_a_history_that_was_cut_back_is_as_it_was() -> None:
         for _ in range(rng.randrange(1, 4)):
             cut.extend([rng.randrange(5) for _ in range(rng.randrange(900))])
         cut.truncate(len(kept))
-        assert cut.draft(8, 1) == History(kept).draft(8, 1)
+        assert cut.draft(8) == History(kept).draft(8)
         cut.extend([1, 2, 1])
-        assert cut.draft(8, 1) == History([*kept, 1, 2, 1]).draft(8, 1)
+        assert cut.draft(8) == History([*kept, 1, 2, 1]).draft(8)
 
 
 def test_a_replica_tells_it_all_that_is_committed_and_takes_back_what_failed() -> None:
