@@ -20,10 +20,6 @@ NOISE_MOST = 22.5
 """No noise is greater: that of the smallest number in 31 bits is 32 log 2."""
 
 
-LARGE = 16384
-"""Tokens of a vocabulary from which on finding the likeliest takes less time than all noise."""
-
-
 @dataclass(slots=True)
 class Noise:
     """The noise of all tokens that may follow at some positions of each row."""
