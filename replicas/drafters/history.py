@@ -89,7 +89,8 @@ class History:
         of at least two tokens."""
         own = self.tokens
         whole, reach = array("i", tail), len(tail)
-        found, deep = [], 0
+        found: list[tuple[int, int]] = []
+        deep = 0
         while place > 0 and deep < DEEP and len(found) < PLACES:
             if own[max(place + 1 - reach, 0) : place + 1] == whole:
                 length = reach
