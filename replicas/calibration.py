@@ -29,14 +29,13 @@ _log = logging.getLogger("lockstep.replica")
 ROWS = (1, 8)
 DRAFT_LENS = (0, 4)
 STEPS = 4
-"""Timed steps of each kind, after one that does not count. Nor does the slowest: a hiccup in the
-first seconds would stay in what a kind is taken to cost until a batch is of that kind."""
+"""Timed steps of each kind, after one that does not count."""
 LENGTH = 64
 """Tokens of a trial sequence before its first step."""
 CHUNKS = (16, 64, 256)
 """Tokens of the trial prefills; what more of them behind others cost shows in use."""
 PREFILLS = 2
-"""Timed prefills of each kind, after one that does not count; the faster one counts."""
+"""Timed prefills of each kind, likewise."""
 RIGHT_ROWS, RIGHT_STEPS = 4, 32
 """Of the trial that shows how often a drafter with taps is right."""
 RIGHT_LEAST = 0.05
@@ -142,9 +141,8 @@ def _prefills(replica: Trial) -> list[TriedBatch]:
         if len(content) >= spec.context_len or blocks > spec.kv_blocks:
             break
         tried = [_tried(replica, [content], 1)[0] for _ in range(PREFILLS + 1)]
-        fastest = min(tried[1:], key=_total_s)
-        found.append(fastest)
-        if len(found) > 1 and _total_s(fastest) > CHUNK_S_MAX:
+        found += tried[1:]
+        if len(found) > PREFILLS and min(one.times.total_s for _, one in tried) > CHUNK_S_MAX:
             break
     return found
 
@@ -163,11 +161,5 @@ def _steps(replica: Trial, rows_max: int, draft_len_max: int) -> list[TriedBatch
         contents, left = [(0,) * LENGTH] * count, length_max - LENGTH
         stepped = _tried(replica, contents, left, [k for k in draft_lens for _ in range(each)])[1:]
         for first in range(0, len(stepped), each):
-            timed = stepped[first + 1 : first + each]
-            timed.remove(max(timed, key=_total_s))
-            found += timed
+            found += stepped[first + 1 : first + each]
     return found
-
-
-def _total_s(tried: TriedBatch) -> float:
-    return tried[1].times.total_s

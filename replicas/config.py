@@ -195,30 +195,18 @@ class ReplicaConfig(BaseModel):
         """The setting that names the model that drafts, for messages."""
         return "draft" if self.speculative is None else "speculative.model"
 
-    @model_validator(mode="before")
+    @field_validator("speculative", mode="before")
     @classmethod
-    def _one_drafter(cls, given: Any) -> Any:
-        """`draft` follows `speculative`; it may be said too if it says the same."""
-        said = given.get("speculative") if isinstance(given, dict) else None
-        if said is None:
-            return given
-        if isinstance(said, str):  # as a command line gives it: JSON, or a method alone
-            try:
-                said = json.loads(said) if said.lstrip()[:1] == "{" else {"method": said.lower()}
-            except ValueError as error:
-                raise ValueError(f"speculative: not JSON: {error}") from None
-            given = {**given, "speculative": said}
-        if not isinstance(said, dict | SpeculativeConfig):
-            raise ValueError(f"speculative: must be an object, is {said!r}")
-        named = said if isinstance(said, dict) else said.model_dump()
-        method = named.get("method")
-        model = named.get("model") if method == "draft_model" else None
-        if given.get("draft") not in (None, model):
-            raise ValueError(
-                f"draft: {given['draft']!r} contradicts speculative, whose method is {method}"
-                + (f" with model {model!r}" if model else "")
-            )
-        return {**given, "draft": model}
+    def _of_a_command_line(cls, said: Any) -> Any:
+        """A text is JSON, or a method alone."""
+        if not isinstance(said, str):
+            return said
+        if said.lstrip()[:1] != "{":
+            return {"method": said.lower()}
+        try:
+            return json.loads(said)
+        except ValueError as error:
+            raise ValueError(f"not JSON: {error}") from None
 
     @field_validator("target")
     @classmethod
@@ -236,4 +224,6 @@ class ReplicaConfig(BaseModel):
     def _fits_together(self) -> ReplicaConfig:
         if self.tensor_parallel > 1 and ":" in self.device:
             raise ValueError(f"tensor_parallel: device {self.device} is one of several; say 'cuda'")
+        if self.speculative is not None and self.draft not in (DEMO, None):
+            raise ValueError(f"draft: {self.draft!r} beside speculative, which says what drafts")
         return self

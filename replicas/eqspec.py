@@ -54,7 +54,7 @@ def step(
     starts = [len(content) - 1 for content in rows.contents]
     # All indices are made now: after a pass a processor would have to fetch the code anew.
     layout = target.backend.step_layout(rows.table, starts, 1 + max(rows.draft_lens))
-    noise = rows.sampling.noise_after(layout.positions, target.vocab)
+    noise = rows.sampling.noise_after(layout.positions)
     rows = replace(rows, noise=noise, token_most=target.vocab)
     proposal, own = _propose(drafter, rows, hooks, watch)
     k = proposal.tokens.shape[0]  # 0 where nothing is proposed: then the step is a plain one

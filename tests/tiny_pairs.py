@@ -77,24 +77,21 @@ def target_model(architecture: str) -> PreTrainedModel:
 
 
 @cache
-def tiny_pair(architecture: str, draft_architecture: str | None = None) -> Pair:
-    """A pair whose draft is the target with noise, or a random model of another architecture."""
+def tiny_pair(architecture: str) -> Pair:
+    """A pair whose draft is the target with noise."""
     target = copy.deepcopy(target_model(architecture))
-    if draft_architecture is None:
-        draft = copy.deepcopy(target)
-        generator = torch.Generator().manual_seed(7)
-        with torch.no_grad():
-            for parameter in draft.parameters():
-                noise = torch.randn(parameter.shape, generator=generator)
-                parameter.add_(noise * parameter.std() * 0.05)
-    else:
-        draft = copy.deepcopy(target_model(draft_architecture))
+    draft = copy.deepcopy(target)
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for parameter in draft.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.add_(noise * parameter.std() * 0.05)
     for model in (target, draft):
         model.set_attn_implementation(ATTENTION)
         model.eval().to(DEVICE)
     return Pair(
         target=target,
-        draft=ModelSource(draft_architecture or f"{architecture}, perturbed", draft, VOCAB),
+        draft=ModelSource(f"{architecture}, perturbed", draft, VOCAB),
         context_len=256,
         vocab_size=VOCAB,
         target_name=architecture,
@@ -117,13 +114,7 @@ def unrecorded(model: PagedModel | GraphedModel) -> PagedModel:
     return model.model if isinstance(model, GraphedModel) else model
 
 
-def tiny_replica(
-    architecture: str,
-    draft_architecture: str | None = None,
-    drafter: Drafter | None = None,
-    **config: object,
-) -> Replica:
+def tiny_replica(architecture: str, drafter: Drafter | None = None, **config: object) -> Replica:
     """A replica of a tiny pair; blocks of 4 positions, so that rows cross block borders often."""
     settings = {"block_size": 4, "kv_blocks": 2048, "device": DEVICE, **FEW_KINDS, **config}
-    pair = tiny_pair(architecture, draft_architecture)
-    return Replica(pair, ReplicaConfig(**settings), drafter=drafter)
+    return Replica(tiny_pair(architecture), ReplicaConfig(**settings), drafter=drafter)

@@ -1,8 +1,8 @@
 """Tokens in order, and for every pair of neighbours where it stood before.
 
-That is the hash chain of LZ77 compressors: a table finds the last place of a pair, each place names
-the one before. It costs 12 bytes and one insertion per token, and truncation undoes insertions one
-by one. It finds what a suffix tree finds as long as the matches are among the last few of a pair.
+As in LZ77 compressors a table finds the last place of a pair, and each place names the one before.
+Truncation undoes insertions one by one. It finds what a suffix tree finds as long as the matches
+are among the last few of a pair.
 """
 
 from __future__ import annotations
@@ -13,10 +13,6 @@ from operator import itemgetter
 
 PLACES = 16
 """Places of a pair that are looked at, the latest first."""
-_HOPS = 48
-"""Places of a chain that are visited; pairs of one hash share a chain. With all of them, and all
-PLACES, questions of Spec-Bench get as many tokens a step: 1.73 where copying is asked for, else
-1.44."""
 DEPTH = 32
 """Tokens that a match is measured by."""
 DEEP = 4
@@ -25,12 +21,8 @@ LEAST_PROBABILITY = 0.1
 """A draft ends before a token that is less likely with all before it."""
 END = -1
 """Stands between texts; no draft goes beyond it."""
-_MIX = 0x9E3779B1
-_HEADS_LEAST = 256
-_LOAD = 2
-"""Tokens per place of the table."""
-TOKEN_BYTES = 16
-"""Of a history of some length at most; the table has four times as many places at once."""
+TOKEN_BYTES = 128
+"""Of a history, at most: the table has an entry for each pair."""
 
 Draft = tuple[float, list[int]]
 """The sum of its tokens' probabilities, and the tokens."""
@@ -40,50 +32,34 @@ class History:
     def __init__(self, tokens: Iterable[int] = ()) -> None:
         self.tokens = array("i")
         self._before = array("i")
-        """For each token: the last place before at which a pair of this hash ended, or -1."""
-        self._heads = array("i", [-1]) * _HEADS_LEAST
-        """By hash: the last place of all."""
+        """For each token: the last place before at which its pair ended, or -1."""
+        self._last: dict[int, int] = {}
+        """By pair: the last place of all."""
         self.extend(tokens)
 
     def __len__(self) -> int:
         return len(self.tokens)
 
-    @property
-    def bytes(self) -> int:
-        arrays = (self.tokens, self._before, self._heads)
-        return sum(one.itemsize * len(one) for one in arrays)
-
     def extend(self, tokens: Iterable[int]) -> None:
-        own = self.tokens
-        begin = len(own)
-        own.extend(tokens)
-        if len(own) > _LOAD * len(self._heads):
-            size = len(self._heads)
-            while len(own) > _LOAD * size:
-                size *= 4
-            self._heads = array("i", [-1]) * size
-            del self._before[:]
-            begin = 0
-        heads, before, mask = self._heads, self._before, len(self._heads) - 1
-        first = own[begin - 1] if begin else END
-        for place in range(begin, len(own)):
-            second = own[place]
-            at = ((first * _MIX) ^ second) & mask
-            before.append(heads[at])
-            heads[at] = place
+        own, before, last = self.tokens, self._before, self._last
+        first = own[-1] if own else END
+        for place, second in enumerate(tokens, len(own)):
+            pair = _pair(first, second)
+            before.append(last.get(pair, -1))
+            last[pair] = place
+            own.append(second)
             first = second
 
     def truncate(self, length: int) -> None:
         """Forget all tokens from there on."""
-        own, before, heads = self.tokens, self._before, self._heads
-        mask = len(heads) - 1
-        while len(own) > length:
-            second = own.pop()
-            heads[((own[-1] if own else END) * _MIX ^ second) & mask] = before.pop()
+        while len(self.tokens) > length:
+            second = self.tokens.pop()
+            pair = _pair(self.tokens[-1] if self.tokens else END, second)
+            self._last[pair] = self._before.pop()
 
-    def draft(self, most: int, offset: int, tail: Sequence[int] | None = None) -> Draft:
+    def draft(self, most: int, tail: Sequence[int] | None = None) -> Draft:
         """The best draft of at most so many tokens for a text that ends with `tail`; None: for its
-        own. After a match of m tokens it has at most m + offset.
+        own. After a match of m tokens it has at most m + 1.
 
         For each match length the places that match so far vote for the next token; a token's
         probability is its share of the votes times that of the token before.
@@ -94,14 +70,13 @@ class History:
             tail, place = self.tokens[-DEPTH:], self._before[-1]
             end = len(self.tokens)
         else:
-            hashed = (tail[-2] * _MIX) ^ tail[-1]
-            place, end = self._heads[hashed & (len(self._heads) - 1)], 0
+            place, end = self._last.get(_pair(tail[-2], tail[-1]), -1), 0
         found = self._matches(tail, place)
         score, best = 0.0, []
         for index, (length, _) in enumerate(found):
             if index + 1 < len(found) and found[index + 1][0] == length:
                 continue
-            limit = min(most, length + offset)
+            limit = min(most, length + 1)
             if limit <= score:
                 break  # shorter matches give shorter drafts, and no token counts more than 1
             sum_, tokens = self._follow([place for _, place in found[: index + 1]], limit, end)
@@ -112,25 +87,20 @@ class History:
     def _matches(self, tail: Sequence[int], place: int) -> list[tuple[int, int]]:
         """(tokens that match the tail, where the match ends), the longest first, then the latest;
         of at least two tokens."""
-        own, before = self.tokens, self._before
+        own = self.tokens
         whole, reach = array("i", tail), len(tail)
-        last, second = tail[-1], tail[-2]
-        found, deep = [], 0
-        for _ in range(_HOPS):
-            if place < 1:
-                break
-            if own[place] == last and own[place - 1] == second:
-                if place + 1 >= reach and own[place + 1 - reach : place + 1] == whole:
-                    length = reach
-                    deep += 1
-                else:
-                    length, limit = 2, min(place + 1, reach)
-                    while length < limit and own[place - length] == tail[-1 - length]:
-                        length += 1
-                found.append((length, place))
-                if deep == DEEP or len(found) == PLACES:
-                    break
-            place = before[place]
+        found: list[tuple[int, int]] = []
+        deep = 0
+        while place > 0 and deep < DEEP and len(found) < PLACES:
+            if own[max(place + 1 - reach, 0) : place + 1] == whole:
+                length = reach
+                deep += 1
+            else:
+                length, limit = 2, min(place + 1, reach)
+                while length < limit and own[place - length] == tail[-1 - length]:
+                    length += 1
+            found.append((length, place))
+            place = self._before[place]
         found.sort(key=itemgetter(0), reverse=True)
         return found
 
@@ -159,3 +129,7 @@ class History:
             draft.append(token)
             score += probability
         return score, draft
+
+
+def _pair(first: int, second: int) -> int:
+    return (first << 32) + second

@@ -14,43 +14,15 @@ from dataclasses import dataclass
 from transformers import PreTrainedModel
 
 from replicas.config import ReplicaConfig
-from replicas.drafters.history import DEPTH, END, TOKEN_BYTES, Draft, History
+from replicas.drafters.history import DEPTH, END, TOKEN_BYTES, History
 from replicas.drafters.protocol import Ask, Drafter, DraftSource, Proposal, Seen
 from replicas.memory import DraftMemory, MemoryPlan
 from replicas.stopwatch import Stopwatch
 
-OFFSET = 1
-"""Tokens that a draft may be longer than the match it follows."""
-GENERATION = 1 << 18
-"""Tokens of outputs after which older ones are given up, generation by generation."""
-OUTPUTS_TOKENS = 1 << 20
-"""Tokens of outputs of all salts together."""
-OUTPUTS_LEAST = 256
+OUTPUTS_TOKENS = 1 << 18
+"""Tokens of outputs of all salts together; the salt written longest ago is forgotten first."""
+OUTPUTS_LEAST = 16
 """Tokens that a salt counts for at least, as its empty tables take about as much."""
-
-
-class RecentOutputs:
-    """Recent outputs that may be drafted from together: a generation, and the one before it."""
-
-    def __init__(self) -> None:
-        self._new = History()
-        self._old = History()
-
-    def __len__(self) -> int:
-        return max(len(self._new) + len(self._old), OUTPUTS_LEAST)
-
-    @property
-    def bytes(self) -> int:
-        return self._new.bytes + self._old.bytes
-
-    def add(self, output: Sequence[int]) -> None:
-        if len(self._new) + len(output) >= GENERATION:
-            self._old, self._new = self._new, History()
-        self._new.extend([*output[-GENERATION + 1 :], END])
-
-    def draft(self, most: int, tail: Sequence[int]) -> Draft:
-        drafts = [one.draft(most, OFFSET, tail) for one in (self._new, self._old) if len(one)]
-        return max(drafts, default=(0.0, []), key=lambda draft: draft[0])
 
 
 @dataclass(slots=True)
@@ -70,7 +42,7 @@ class SuffixDrafter:
     def __init__(self) -> None:
         self.rows: dict[str, SuffixRow] = {}
         """Those that have begun and not ended."""
-        self._outputs: OrderedDict[str, RecentOutputs] = OrderedDict()
+        self._outputs: OrderedDict[str, History] = OrderedDict()
         """By salt, the one written last at the end."""
         self.size = 0
         """Tokens in all of them."""
@@ -82,16 +54,13 @@ class SuffixDrafter:
         left = self.rows.pop(row, None)
         if left is None or len(left.history) == left.prompt:
             return
-        outputs = self._outputs.pop(left.salt, None)
-        if outputs is None:
-            outputs = RecentOutputs()
-        else:
-            self.size -= len(outputs)
-        self._outputs[left.salt] = outputs
-        outputs.add(left.history.tokens[left.prompt :])
-        self.size += len(outputs)
+        outputs = self._outputs.setdefault(left.salt, History())
+        self._outputs.move_to_end(left.salt)
+        before = _size(outputs) if len(outputs) else 0
+        outputs.extend([*left.history.tokens[left.prompt :], END])
+        self.size += _size(outputs) - before
         while self.size > OUTPUTS_TOKENS:
-            self.size -= len(self._outputs.popitem(last=False)[1])
+            self.size -= _size(self._outputs.popitem(last=False)[1])
 
     def observe(self, seen: Seen) -> None:
         for row, tokens in zip(seen.ids, seen.committed, strict=False):
@@ -106,7 +75,7 @@ class SuffixDrafter:
             return Proposal.of(drafts, ask.table.device)
 
     def _draft(self, row: SuffixRow, most: int) -> list[int]:
-        score, draft = row.history.draft(most, OFFSET)
+        score, draft = row.history.draft(most)
         outputs = self._outputs.get(row.salt)
         if outputs is not None and score < most and len(row.history) > 1:
             more, other = outputs.draft(most, row.history.tokens[-DEPTH:])
@@ -121,10 +90,9 @@ class SuffixDrafter:
     def valid(self, row: str) -> int | None:
         return None
 
-    @property
-    def bytes(self) -> int:
-        """Of what it remembers of outputs."""
-        return sum(one.bytes for one in self._outputs.values())
+
+def _size(outputs: History) -> int:
+    return max(len(outputs), OUTPUTS_LEAST)
 
 
 class SuffixSource(DraftSource):

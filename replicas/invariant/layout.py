@@ -51,54 +51,25 @@ class PassLayout:
     groups: list[RowGroup]
 
 
+@dataclass(frozen=True, slots=True)
 class StepLayout:
-    """The passes of one step: windows over the `width` positions that follow each row's start.
+    """The passes of one step: windows over the `width` positions that follow each row's start,
+    which may be -1, before the first token."""
 
-    A start may be -1, before the first token. Positions outside a row are written to the scrap
-    block.
-    """
-
-    def __init__(
-        self,
-        table: torch.Tensor,  # [rows, blocks], int64, on the host
-        starts: Sequence[int],  # [rows]
-        width: int,
-        shape: CacheShape,
-        arithmetic: Arithmetic,
-    ) -> None:
-        self._arithmetic = arithmetic
-        columns = table.numpy()
-        positions = np.array(starts)[:, None] + np.arange(width)  # [rows, width]
-        self._positions = positions
-        every = np.arange(len(starts))[:, None]
-        self._block, self._offset = _places(columns, every, positions, shape)
-        self._inside = positions.clip(0, shape.context_len - 1)  # for what only pads
-        self._groups = list(_groups(columns, positions, shape, arithmetic))
+    table: torch.Tensor  # [rows, blocks], int64, on the host
+    starts: Sequence[int]  # [rows]
+    width: int
+    shape: CacheShape
+    arithmetic: Arithmetic
 
     @property
     def positions(self) -> torch.Tensor:  # [rows, width], int64
-        return torch.from_numpy(self._positions)
+        return torch.tensor(self.starts)[:, None] + torch.arange(self.width)
 
     def window(self, begin: int, end: int) -> PassLayout:
         """The pass over positions start + begin .. start + end - 1 of each row, row by row."""
-        rows, width = len(self._positions), end - begin
-        count = rows * width
-        padded = self._arithmetic.padded(count)
-        places = np.arange(count).reshape(rows, width)
-        columns = slice(begin, end)
-        groups = [
-            RowGroup(places[some], blocks, length, seen, hidden[:, columns])
-            for some, blocks, length, seen, hidden in self._groups
-        ]
-        return PassLayout(
-            tokens=count,
-            positions=torch.from_numpy(_padded(self._inside[:, columns], padded)),
-            slots=(
-                _padded(self._block[:, columns], padded),
-                _padded(self._offset[:, columns], padded),
-            ),
-            groups=groups,
-        )
+        ranges = [(start + begin, start + end) for start in self.starts]
+        return ranges_layout(self.table, ranges, self.shape, self.arithmetic)
 
 
 def ranges_layout(
@@ -107,7 +78,8 @@ def ranges_layout(
     shape: CacheShape,
     arithmetic: Arithmetic,
 ) -> PassLayout:
-    """The pass over all tokens of the ranges, row by row; a start may be -1 as in a step.
+    """The pass over all tokens of the ranges, row by row; positions outside a row are written to
+    the scrap block.
 
     Queries are read in tiles of at most TILE per row, each as far as it reaches.
     """
@@ -129,10 +101,10 @@ def ranges_layout(
     groups = []
     for width, alike in tiles.items():
         ends, of_rows, places = np.array(sorted(alike)).T
-        seen_by = ends[:, None] + np.arange(-width, 0)
-        every = places[:, None] + np.arange(width)
-        for some, *read in _groups(columns[of_rows], seen_by, shape, arithmetic):
-            groups.append(RowGroup(every[some], *read))
+        for some in _runs(ends.tolist(), shape, arithmetic, width):
+            queries = places[some, None] + np.arange(width)
+            own = columns[of_rows[some]]
+            groups.append(_group(queries, own, ends[some], shape, arithmetic))
     return PassLayout(
         tokens=count,
         positions=torch.from_numpy(_padded(positions.clip(0, shape.context_len - 1), padded)),
@@ -149,32 +121,26 @@ def _places(columns: Any, rows: Any, positions: Any, shape: CacheShape) -> tuple
     return np.where(outside, SCRAP_BLOCK, columns[rows, column.clip(0, last)]), offset
 
 
-def _blocks(columns: Any, end: int, shape: CacheShape, arithmetic: Arithmetic) -> Any:
-    """The leading blocks of these rows that hold `end` positions, in whole units."""
-    unit = lcm(shape.block_size, arithmetic.kv_unit)
-    count = -(-end // unit) * unit // shape.block_size
-    missing = count - columns.shape[1]
-    if missing > 0:
-        return np.pad(columns, ((0, 0), (0, missing)), constant_values=SCRAP_BLOCK)
-    return columns[:, :count]
-
-
-def _groups(
-    columns: Any,  # [rows, blocks], int64
-    positions: Any,  # [rows, width], int64: of the queries
+def _group(
+    queries: Any,  # array [rows, width], int64
+    columns: Any,  # array [rows, blocks], int64
+    ends: Any,  # array [rows], int64: one more than the last query's position
     shape: CacheShape,
     arithmetic: Arithmetic,
-) -> Iterator[tuple[slice, Any, int, int, Any]]:
-    """The rows that read together, and their `blocks`, `length`, `seen` and `hidden`; see
-    `RowGroup`."""
-    ends = (positions[:, -1] + 1).tolist()
-    for some in _runs(ends, shape, arithmetic, positions.shape[1]):
-        blocks = _blocks(columns[some], max(ends[some]), shape, arithmetic)
-        length = blocks.shape[1] * shape.block_size
-        last = np.maximum(positions[some], 0)  # before the first position a query sees that one
-        seen = int(last.min()) + 1
-        beyond = np.arange(seen, length) > last[:, :, None]
-        yield some, blocks, length, seen, np.where(beyond, np.float32(-np.inf), np.float32(0))
+) -> RowGroup:
+    """Reads the leading blocks up to the last end, in whole units."""
+    unit = lcm(shape.block_size, arithmetic.kv_unit)
+    count = -(-max(ends.max(), 1) // unit) * unit // shape.block_size
+    blocks = columns[:, :count]
+    if missing := count - blocks.shape[1]:
+        blocks = np.pad(blocks, ((0, 0), (0, missing)), constant_values=SCRAP_BLOCK)
+    length = count * shape.block_size
+    # Before the first position a query sees that one.
+    last = np.maximum(ends[:, None] + np.arange(-queries.shape[1], 0), 0)
+    seen = int(last.min()) + 1
+    beyond = np.arange(seen, length) > last[:, :, None]
+    hidden = np.where(beyond, np.float32(-np.inf), np.float32(0))
+    return RowGroup(queries, blocks, length, seen, hidden)
 
 
 def _padded(array: Any, size: int) -> Any:  # [size]

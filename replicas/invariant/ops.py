@@ -93,19 +93,6 @@ class Product:
             return self._one(x)
         return torch.cat([self._one(tile) for tile in torch.split(x, self.tile)])
 
-    def added(
-        self,
-        x: torch.Tensor,  # [tokens, in]
-        residual: torch.Tensor,  # [tokens, out]
-    ) -> torch.Tensor:  # [tokens, out]
-        if self.bias is not None or self.packed is not None:
-            return self(x).add_(residual)
-        weight = self.weight.t()
-        if self.tile is None or x.shape[0] <= self.tile:
-            return torch.addmm(residual, x, weight)
-        tiles = zip(torch.split(residual, self.tile), torch.split(x, self.tile), strict=True)
-        return torch.cat([torch.addmm(own, tile, weight) for own, tile in tiles])
-
     def _one(self, x: torch.Tensor) -> torch.Tensor:
         if self.packed is None or x.dtype is not self.packed.dtype:
             # A model's own layers are held against the same in a finer dtype.

@@ -65,7 +65,7 @@ def measured_passes(
         logits = model.forward(tokens, layouts.window(0, width)).logits
         assert logits is not None
         sampling = SamplingBatch.of([_FILTERED] * rows, device)
-        noise = sampling.noise_after(layouts.positions, model.vocab)
+        noise = sampling.noise_after(layouts.positions)
         choose(logits.view(rows, width, -1), sampling, noise)
 
     @torch.inference_mode()

@@ -11,7 +11,6 @@ joined ones take the place of the parts, which become views.
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -30,7 +29,7 @@ from transformers import (
 )
 from transformers.activations import SiLUActivation
 
-from replicas.invariant import TILE, Product
+from replicas.invariant import TILE, Product, RowFunction
 from replicas.kv_cache import PagedCache
 
 LayerAttention = Callable[[int, torch.Tensor, float], torch.Tensor]
@@ -47,6 +46,9 @@ MAKES: tuple[type[PreTrainedModel], ...] = (
 )
 """Models that were read and are tested. Others, subclasses too, have the same parts and may do more
 with them where a trial does not see it: scale queries by their position from some length on."""
+
+_OTHER_ROTATION = (GlmForCausalLM, Glm4ForCausalLM)
+"""Neighbours against each other, in a part of a head."""
 
 _SILU = (nn.SiLU, SiLUActivation)
 """Called as functions: a module's own call takes longer than what it computes."""
@@ -81,12 +83,12 @@ class _Layer:
     qkv: Product  # (heads + 2 * kv_heads) * head_dim of hidden
     head_norm: tuple[torch.Tensor, float] | None  # [heads + kv_heads, head_dim], epsilon
     out: Product
-    after_attention: _Norm | None
+    after_attention: RowFunction  # a norm, or nothing
     before_mlp: _Norm
     gate_up: Product  # 2 * intermediate of hidden
-    activation: Callable[[torch.Tensor], torch.Tensor]
+    activation: RowFunction
     down: Product
-    after_mlp: _Norm | None
+    after_mlp: RowFunction  # likewise
 
     def activated(
         self, gate_up: torch.Tensor
@@ -94,8 +96,6 @@ class _Layer:
         gate, up = gate_up.chunk(2, -1)
         return self.activation(gate).mul_(up)
 
-
-_log = logging.getLogger("lockstep.replica")
 
 _Rotation = tuple[torch.Tensor, torch.Tensor]
 """Cosines and sines of each token."""
@@ -131,14 +131,19 @@ class JoinedDecoder:
         cos, sin = body.rotary_emb(self._embedding, positions[None])
         self._cos, self._sin = cos[0], sin[0]  # [context_len, rotated]
         self._rotate = sys.modules[type(first).__module__].apply_rotary_pos_emb
-        self._half_rotation = self._rotates_halves()
+        # The two halves of a whole head against each other.
+        self._half_rotation = cos.shape[-1] == self._dim and type(model) not in _OTHER_ROTATION
         self._other_half = torch.tensor([1, 0], device=self._embedding.device)
         # cos, and sin with the sign that its half gets: one look-up per pass.
         signed = torch.cat((-self._sin[:, : self._dim // 2], self._sin[:, self._dim // 2 :]), -1)
         self._table = torch.stack((self._cos, signed), dim=1)  # [context_len, 2, rotated]
         self._layers = [self._joined(layer) for layer in body.layers]
-        self.kernels = self._kernels() if self._half_rotation else None
-        """`replicas.kernels.layers` where it runs; else torch's operations are."""
+        self.kernels: Any = None
+        """`replicas.kernels.layers` on a GPU; None: torch's operations run."""
+        if self._half_rotation and self._embedding.is_cuda:
+            from replicas.kernels import layers
+
+            self.kernels = layers
 
     @property
     def products(self) -> list[Product]:
@@ -146,7 +151,7 @@ class JoinedDecoder:
         return [self._head, *(product for layer in of_layers for product in layer)]
 
     @property
-    def rowwise(self) -> list[tuple[Callable[[torch.Tensor], torch.Tensor], int]]:
+    def rowwise(self) -> list[tuple[RowFunction, int]]:
         """What else a layer computes of each token, and the width of its input."""
         layer = self._layers[0]
         # Positions differ from token to token, as they do in a pass.
@@ -202,13 +207,13 @@ class JoinedDecoder:
                 self._cache.write(index, slots, fresh)
             if fill and index == last and index + 1 not in taps:
                 break
-            x = _added(x, attention(index, qkv, self._scaling), layer.out, layer.after_attention)
+            x = layer.after_attention(layer.out(attention(index, qkv, self._scaling))).add_(x)
             inner = layer.gate_up(layer.before_mlp(x))
             if kernels and layer.activation is silu:
                 inner = kernels.silu_times(inner)
             else:
                 inner = layer.activated(inner)
-            x = _added(x, inner, layer.down, layer.after_mlp)
+            x = layer.after_mlp(layer.down(inner)).add_(x)
             if index + 1 in taps:
                 tapped.append(x.clone())
         return x, tapped
@@ -281,43 +286,8 @@ class JoinedDecoder:
             after_mlp=_norm_if_any(layer, "post_mlp_layernorm"),
         )
 
-    def _kernels(self) -> Any:
-        if not self._embedding.is_cuda:
-            return None
-        try:
-            from replicas.kernels import layers
-
-            qkv = self._embedding.new_zeros((1, self.stride, self._dim))
-            place = torch.zeros_like(self._other_half[:1])  # in the scrap block
-            norm = self._layers[0].head_norm
-            layers.rotate_and_write(qkv, self._cache, 0, place, place, self._table, norm)
-            layers.silu_times(qkv.flatten(1))
-        except Exception as error:  # a kernel's compiler may raise anything
-            _log.warning("layers: no Triton kernels: %s", error)
-            return None
-        return layers
-
     def _product(self, layer: nn.Linear) -> Product:
         return Product.of(layer.weight, layer.bias, self._prepack)
-
-    def _rotates_halves(self) -> bool:
-        """Whether the model rotates the two halves of a whole head against each other."""
-        if self._cos.shape[-1] != self._dim:
-            return False
-        x = torch.linspace(-1, 1, self._dim, device=self._cos.device, dtype=self._cos.dtype)
-        last = slice(-1, None)
-        cos, sin = self._cos[None, last], self._sin[None, last]
-        turned, _ = self._rotate(x.view(1, 1, 1, -1), x.view(1, 1, 1, -1), cos, sin)
-        low, high = x.chunk(2)
-        by_halves = x * cos + torch.cat((-high, low)) * sin
-        return bool(torch.equal(turned.view(-1), by_halves.view(-1)))
-
-
-def _added(
-    x: torch.Tensor, out: torch.Tensor, product: Product, norm: _Norm | None
-) -> torch.Tensor:
-    """The residual x and the layer's output, in one product where nothing stands between."""
-    return product.added(out, x) if norm is None else x + norm(product(out))
 
 
 def _join(parts: Iterable[nn.Linear]) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -341,5 +311,5 @@ def _norm(module: Any) -> _Norm:
     return _Norm.of(module.weight.detach(), float(module.variance_epsilon))
 
 
-def _norm_if_any(module: nn.Module, name: str) -> _Norm | None:
-    return _norm(getattr(module, name)) if hasattr(module, name) else None
+def _norm_if_any(module: nn.Module, name: str) -> RowFunction:
+    return _norm(getattr(module, name)) if hasattr(module, name) else lambda x: x

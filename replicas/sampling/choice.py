@@ -10,7 +10,7 @@ The rule: top-k keeps the k best scores and their equals; of the softmax of thes
 tokens with less than top_p of mass on greater scores; min-p keeps scores of at least log(min_p)
 below the best. Of the tokens kept the best noisy score wins, of equals the first.
 
-Of a large vocabulary the rule looks at the likeliest tokens only, where it is certain that no other
+The rule looks at the likeliest tokens only, where it is certain that no other
 token can win: the filters strike out all others, or no noise is large enough to lift one to the
 top. A draft needs no such certainty, and no filters.
 
@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 from replicas.sampling.columns import likeliest
-from replicas.sampling.noise import LARGE, NOISE_MOST, Noise, noise_keys
+from replicas.sampling.noise import NOISE_MOST, Noise, noise_keys
 from replicas.transfers import upload
 from scheduler.messages import SamplingParams
 
@@ -60,12 +60,12 @@ class SamplingBatch:
         """Stack the rows' parameters; the last batches' are kept, for rows stay together."""
         return _stacked(tuple(p if p.temperature else _GREEDY for p in params), device)
 
-    def noise_after(self, positions: torch.Tensor, vocab: int) -> Noise | None:
+    def noise_after(self, positions: torch.Tensor) -> Noise | None:
         """The noise of the tokens that follow these positions, [rows, width], int64; None for a
         greedy batch."""
         if not self.any_sampled:
             return None
-        return Noise(noise_keys(self.seed, positions + 1), self.noisy, vocab)
+        return Noise(noise_keys(self.seed, positions + 1), self.noisy)
 
     def take(self, rows: torch.Tensor) -> SamplingBatch:
         """The batch of these of its rows, [n], int64, each as often as it is named."""
@@ -115,10 +115,8 @@ def choose(
         return first_best(logits)
     scores = _keep_top_k(_scores(logits, sampling), sampling)
     every = scores.shape[-1]
-    if every < LARGE:
-        return _best(scores, every, sampling, noise)[0]
     total = _sum(_weights(scores)) if sampling.any_top_p else None
-    some, ids = _likeliest(scores, _LIKELIEST)
+    some, ids = _likeliest(scores, min(_LIKELIEST, every))
     place, noisy = _best(some, ids, sampling, noise, total)
     place = place[..., None]
     token = ids.gather(-1, place)[..., 0]
@@ -142,20 +140,14 @@ def guess(
     column: int,
     ids: torch.Tensor | None = None,  # [vocab], int64: the target's ids, where they are others
 ) -> torch.Tensor:  # [rows], int64: places in the vocabulary
-    """A draft's guess at the target's choice: the best noisy score, of a large vocabulary among the
-    likeliest tokens. Filters would strike out by the draft's law what the target's keeps."""
+    """A draft's guess at the target's choice: the best noisy score among the likeliest tokens.
+    Filters would strike out by the draft's law what the target's keeps."""
     if noise is None:
         return first_best(logits)
-    scores, places = _scores(logits[:, None], sampling), None
-    if scores.shape[-1] >= LARGE:
-        scores, places = _likeliest(scores, _LIKELIEST_OF_DRAFT)
-    at = scores.shape[-1] if places is None else places
-    if ids is not None:
-        at = ids if places is None else ids[places]
-    noisy = scores + noise.at(column).of(at)
-    token = first_best(noisy)[..., None]
-    token = token if places is None else places.gather(-1, token)
-    return token[:, 0, 0]
+    scores = _scores(logits[:, None], sampling)
+    scores, places = _likeliest(scores, min(_LIKELIEST_OF_DRAFT, scores.shape[-1]))
+    noisy = scores + noise.columns(column, column + 1).of(places if ids is None else ids[places])
+    return places.gather(-1, first_best(noisy)[..., None])[:, 0, 0]
 
 
 def first_best(scores: torch.Tensor) -> torch.Tensor:  # [rows, ..., vocab] -> [rows, ...], int64

@@ -20,42 +20,23 @@ NOISE_MOST = 22.5
 """No noise is greater: that of the smallest number in 31 bits is 32 log 2."""
 
 
-LARGE = 16384
-"""Tokens of a vocabulary from which on finding the likeliest takes less time than all noise."""
-
-
 @dataclass(slots=True)
 class Noise:
-    """The noise of all tokens that may follow at some positions of each row.
-
-    Draft and target read the same, so that of a small vocabulary is drawn once, for both.
-    """
+    """The noise of all tokens that may follow at some positions of each row."""
 
     keys: torch.Tensor  # [rows, width], int64
     scale: torch.Tensor  # [rows, 1, 1], float32: 1, or 0 for a row without noise
-    vocab: int
-    drawn: torch.Tensor | None = None  # [rows, width, vocab]
 
     def of(self, ids: torch.Tensor | int) -> torch.Tensor:  # [rows, width, n], float32
         """Of these ids, [n] or [rows, width, n]; or of so many, from 0 on. Read, never changed."""
-        if self.drawn is None:
-            return gumbel_noise(self.keys, ids).mul_(self.scale)
-        return self.drawn[..., :ids] if isinstance(ids, int) else self.drawn[..., ids]
-
-    def at(self, column: int) -> Noise:
-        """Of one position, for choosing position by position."""
-        if self.drawn is None and self.vocab < LARGE:
-            self.drawn = self.of(self.vocab)
-        return self.columns(column, column + 1)
+        return gumbel_noise(self.keys, ids).mul_(self.scale)
 
     def take(self, rows: torch.Tensor, columns: torch.Tensor) -> Noise:
         """Of these positions, [n] each, int64: n rows of one position."""
-        drawn = None if self.drawn is None else self.drawn[rows, columns][:, None]
-        return Noise(self.keys[rows, columns][:, None], self.scale[rows], self.vocab, drawn)
+        return Noise(self.keys[rows, columns][:, None], self.scale[rows])
 
     def columns(self, begin: int, end: int) -> Noise:
-        drawn = None if self.drawn is None else self.drawn[:, begin:end]
-        return Noise(self.keys[:, begin:end], self.scale, self.vocab, drawn)
+        return Noise(self.keys[:, begin:end], self.scale)
 
 
 def noise_keys(

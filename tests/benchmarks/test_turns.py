@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from benchmarks.shared.measured import Way, ratio, take_turns
-from benchmarks.shared.transformers_runs import Assistance, Transformers, fastest_assistance
+from benchmarks.shared.transformers_runs import Transformers
 from scheduler.messages import Request
 from tests.reference import plain_greedy
 from tests.tiny_pairs import target_model, tiny_pair
@@ -55,18 +55,6 @@ def test_ways_take_turns_and_ratios_are_of_one_round() -> None:
     assert ratio((ours, theirs), "ours", "others") is None
 
 
-def test_a_way_may_get_fewer_requests() -> None:
-    turns = Turns()
-    ways = {
-        "few": turns.way("few", [1.0], [[[1]]]),
-        "all": turns.way("all", [1.0], [[[1], [2], [9]]]),
-    }
-    few, every = take_turns(
-        ways, REQUESTS[:3], 1, [[1], [2], [3]], counts={"few": 1}, clock=turns.clock
-    )
-    assert (few.prompts, few.identical, every.prompts, every.identical) == (1, 1, 3, 2)
-
-
 @pytest.fixture(scope="module")
 def models() -> Transformers:
     pair = tiny_pair("llama")
@@ -84,16 +72,3 @@ def test_batched_generate_returns_the_callers_order(
 ) -> None:
     shuffled = [REQUESTS[n] for n in (3, 0, 4, 2, 1)]
     assert models.batched(shuffled, batch) == [expected[n] for n in (3, 0, 4, 2, 1)]
-
-
-def test_the_fastest_assistance_is_chosen_by_the_better_of_its_runs() -> None:
-    slow, quick = Assistance(4), Assistance(8)
-    takes_s = {slow: iter([1.0, 2.0, 2.0]), quick: iter([9.0, 1.5])}
-    now_s = 0.0
-
-    class Timed:
-        def assisted(self, requests: Sequence[Request], how: Assistance) -> None:
-            nonlocal now_s
-            now_s += next(takes_s[how])
-
-    assert fastest_assistance(Timed(), REQUESTS, (slow, quick), lambda: now_s) is quick  # type: ignore[arg-type]

@@ -50,13 +50,6 @@ def test_sampled_output_depends_on_the_request_alone(
     check_answers(replica_for(architecture), answered, rows_max, draft_len, seed=rows_max)
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_a_draft_of_another_architecture_changes_nothing(architecture: str) -> None:
-    other = ARCHITECTURES[ARCHITECTURES.index(architecture) - 1]
-    replica = tiny_replica(architecture, draft_architecture=other)
-    check_answers(replica, greedy_answers(architecture), 8, 3)
-
-
 def test_layers_that_are_not_joined_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("replicas.models.decoder.MAKES", ())
     check_answers(tiny_replica("glm4"), greedy_answers("glm4"), 8, 3)

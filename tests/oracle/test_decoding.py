@@ -25,9 +25,10 @@ from replicas.decoding import Grammars, grammar_of
 from replicas.replica import Replica
 from scheduler.config import SchedulerConfig
 from scheduler.decoding import Decoding
-from scheduler.messages import Batch, Request, SamplingParams, StepResult
+from scheduler.messages import Request, SamplingParams
 from tests.oracle.drafters import replica_of
 from tests.oracle.worlds import mixed_requests, run_staggered, sampled
+from tests.replicas.pool import Failing
 from tests.replicas.sampling.test_sampling import by_definition
 from tests.tiny_pairs import DEVICE, VOCAB, target_model
 
@@ -265,38 +266,12 @@ def test_what_a_grammar_forces_is_drafted_whatever_the_drafter_says() -> None:
         assert sum(result.steps for result in engine.results) <= 1 + len(text) // 5
 
 
-class Again:
-    """Runs a replica's batches of several steps twice: first until a step of them breaks."""
-
-    def __init__(self, replica: Replica) -> None:
-        self._replica = replica
-        self.spec = replica.spec
-        self.release = replica.release
-        self.broken = 0
-
-    def step(self, batch: Batch) -> StepResult:
-        if batch.steps < 2:
-            return self._replica.step(batch)
-        steps = iter(range(batch.steps))
-
-        def breaks() -> bool:
-            if next(steps):
-                raise RuntimeError("planted")
-            return False
-
-        try:
-            return self._replica.step(batch, breaks)
-        except RuntimeError:
-            self.broken += 1
-            return self._replica.step(batch)
-
-
 def test_a_batch_that_fails_leaves_rows_as_they_were() -> None:
-    """A step commits, the next one breaks, and the same batch runs again."""
-    runner = Again(asked_replica("model"))
+    """Some steps commit, one breaks, and the same batch runs again."""
+    runner = Failing(asked_replica("model"), share=1.0)
     engine = LocalEngine(runner, SchedulerConfig(rows_max=8, draft_len=3))
     for begin in range(0, len(requests()), 8):  # where more wait, a batch is of one step
         some = requests()[begin : begin + 8]
         for request, output in zip(some, engine.generate(some), strict=True):
             agree(request, output)
-    assert runner.broken
+    assert runner.failed

@@ -8,8 +8,7 @@ and run again, replicas that die. The drafter of docs/add-a-drafter.md is one of
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 
@@ -22,19 +21,11 @@ from replicas.config import ReplicaConfig
 from replicas.memory import plan_memory
 from replicas.replica import Replica
 from scheduler.config import SchedulerConfig
-from scheduler.messages import (
-    Batch,
-    BatchKind,
-    Priority,
-    ReplicaJoined,
-    ReplicaLost,
-    Request,
-    StepResult,
-)
+from scheduler.messages import Priority, ReplicaJoined, ReplicaLost, Request
 from tests.oracle.drafters import ORACLES, replica_of, toy_source
 from tests.oracle.worlds import conversations, sampled
 from tests.reference import plain_greedy
-from tests.replicas.pool import failing_pass
+from tests.replicas.pool import Failing
 from tests.tiny_pairs import pair_in, target_model, tiny_pair
 
 DRAFTERS = ("none", "model", "suffix", "eagle3", "toy", "never", "half", "always")
@@ -43,41 +34,20 @@ TIGHT = 64
 """Blocks: one sequence of full length."""
 
 
-class Failing:
-    """A replica of which every fourth batch of steps fails somewhere, and then runs again."""
-
-    def __init__(self, replica: Replica) -> None:
-        self.spec = replica.spec
-        self._replica = replica
-        self._rng = random.Random(4)
-
-    def step(self, batch: Batch) -> StepResult:
-        if batch.kind is BatchKind.SPECULATE and self._rng.random() < 0.25:
-            try:
-                with failing_pass(self._replica, 1 + self._rng.randrange(batch.steps)):
-                    return self._replica.step(batch)
-            except RuntimeError:
-                self._replica.check_integrity()
-        return self._replica.step(batch)
-
-    def release(self, sequence_ids: Iterable[str]) -> None:
-        self._replica.release(sequence_ids)
-
-
 class Mortal(LocalEngine):
     """Its replica may die, and a new one comes that knows nothing."""
 
     def __init__(self, load: Callable[[], Replica], config: SchedulerConfig) -> None:
         self._load = load
         self.replica = load()
-        super().__init__(Failing(self.replica), config, check=True)
+        super().__init__(Failing(self.replica, share=0.25), config, check=True)
 
     def kill(self) -> None:
         """What its batches would have committed is lost."""
         self._batches.clear()
         self._feed(ReplicaLost(REPLICA_ID, by_batch=False))
         self.replica = self._load()
-        self._runner = Failing(self.replica)
+        self._runner = Failing(self.replica, share=0.25)
         self._feed(ReplicaJoined(REPLICA_ID, self.replica.spec))
 
 

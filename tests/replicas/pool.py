@@ -115,3 +115,25 @@ def failing_pass(replica: Replica, number: int) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(replica.target, "forward", failing)
         yield
+
+
+class Failing:
+    """A replica of which this share of batches of steps fails somewhere, and then runs again."""
+
+    def __init__(self, replica: Replica, share: float) -> None:
+        self.spec = replica.spec
+        self.release = replica.release
+        self._replica = replica
+        self._share = share
+        self._rng = random.Random(4)
+        self.failed = 0
+
+    def step(self, batch: Batch) -> StepResult:
+        if batch.kind is BatchKind.SPECULATE and self._rng.random() < self._share:
+            try:
+                with failing_pass(self._replica, 1 + self._rng.randrange(batch.steps)):
+                    return self._replica.step(batch)
+            except RuntimeError:
+                self.failed += 1
+                self._replica.check_integrity()
+        return self._replica.step(batch)

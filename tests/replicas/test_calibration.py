@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,9 +13,10 @@ from replicas.config import ReplicaConfig
 from replicas.replica import Replica
 from scheduler.config import SchedulerConfig
 from scheduler.draft_length import DraftPolicy
-from scheduler.messages import Batch, BatchKind, Request, StepResult, StepTimes, TriedBatch
+from scheduler.messages import Batch, BatchKind, Request, StepResult, TriedBatch
 from scheduler.state import Sequence
 from tests.replicas.heads import TARGET_VOCAB, headed_replica, said, save_head
+from tests.replicas.pool import failing_pass
 from tests.tiny_pairs import target_model, tiny_replica
 
 
@@ -38,22 +37,6 @@ def kinds(steps: list[TriedBatch]) -> set[tuple[int, int]]:
     return {(len(batch.rows), batch.draft_len) for batch, _ in steps}
 
 
-def retime(
-    monkeypatch: pytest.MonkeyPatch,
-    replica: Replica,
-    kind: BatchKind,
-    times: Callable[[Batch], StepTimes],
-) -> None:
-    """Batches of this kind report these times."""
-    step = replica.step
-
-    def stepped(batch: Batch) -> StepResult:
-        result = step(batch)
-        return replace(result, times=times(batch)) if batch.kind is kind else result
-
-    monkeypatch.setattr(replica, "step", stepped)
-
-
 def test_few_and_many_rows_are_timed_with_and_without_drafting() -> None:
     replica = tiny_replica("llama")
     free = replica.free_blocks
@@ -72,20 +55,6 @@ def test_few_and_many_rows_are_timed_with_and_without_drafting() -> None:
     replica.check_integrity()
 
 
-def test_a_hiccup_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    replica = tiny_replica("llama")
-    batches = itertools.count()
-
-    def hiccupping(batch: Batch) -> StepTimes:
-        slow = 100.0 if next(batches) % 4 == 0 else 1e-3
-        return StepTimes(0.0, batch.draft_len * slow, slow, (batch.draft_len + 2) * slow)
-
-    retime(monkeypatch, replica, BatchKind.SPECULATE, hiccupping)
-    steps = steps_of(replica)
-    assert kinds(steps) == {(rows, draft_len) for rows in ROWS for draft_len in DRAFT_LENS}
-    assert {result.times.verify_s for _, result in steps} == {1e-3}
-
-
 def test_a_replica_without_room_is_tried_as_far_as_it_goes() -> None:
     replica = tiny_replica("llama", kv_blocks=64)
     assert kinds(steps_of(replica)) == {(1, 0), (1, 4), (2, 0), (2, 4)}
@@ -94,7 +63,7 @@ def test_a_replica_without_room_is_tried_as_far_as_it_goes() -> None:
     replica.spec = replace(replica.spec, draft_len_max=2)
     assert kinds(steps_of(replica)) == {(1, 0), (1, 2)}
     replica.spec = replace(replica.spec, context_len=32)
-    assert (steps_of(replica), len(prefills_of(replica))) == ([], 1)
+    assert (steps_of(replica), len(prefills_of(replica))) == ([], PREFILLS)
     replica.spec = replace(replica.spec, context_len=16)
     assert calibrate(replica) == ()
 
@@ -117,7 +86,7 @@ def test_prefills_of_few_and_many_tokens_are_timed_and_find_nothing_filled(
 
     monkeypatch.setattr(replica, "step", watched)
     prefills = prefills_of(replica)
-    assert [batch.prefill_tokens for batch, _ in prefills] == list(sizes)
+    assert [batch.prefill_tokens for batch, _ in prefills] == sorted(sizes * PREFILLS)
     assert all(result.times.prefill_s > 0 for _, result in prefills)
     assert reused == [0] * len(sizes) * (PREFILLS + 1), "each fills all of its positions"
     assert replica.residents == ()
@@ -132,20 +101,8 @@ def test_a_prefill_that_takes_long_is_the_largest_one_tried(
     replica = tiny_replica("llama")
     for most_s, sizes in ((0.0, [16, 32]), (1e9, [16, 32, 128])):
         monkeypatch.setattr(calibration, "CHUNK_S_MAX", most_s)
-        assert [batch.prefill_tokens for batch, _ in prefills_of(replica)] == sizes
-
-
-def test_of_two_prefills_the_shorter_time_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    replica = tiny_replica("llama")
-    batches = itertools.count()
-
-    def hiccupping(batch: Batch) -> StepTimes:
-        seconds = 1e-3 if next(batches) % (PREFILLS + 1) == PREFILLS else 100.0
-        return StepTimes(seconds, total_s=seconds)
-
-    monkeypatch.setattr(calibration, "CHUNKS", (16, 32))
-    retime(monkeypatch, replica, BatchKind.PREFILL, hiccupping)
-    assert [result.times.prefill_s for _, result in prefills_of(replica)] == [1e-3, 1e-3]
+        tried = [batch.prefill_tokens for batch, _ in prefills_of(replica)]
+        assert tried[::PREFILLS] == sizes
 
 
 def test_trials_stay_within_what_memory_is_planned_for() -> None:
@@ -156,10 +113,11 @@ def test_trials_stay_within_what_memory_is_planned_for() -> None:
     assert replica.planned == (2, 3)
 
 
-def test_trials_that_fail_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("number", [2, 12])
+def test_trials_that_fail_leave_nothing_behind(number: int) -> None:
+    """A pass of a prefill, and one of a step."""
     replica = tiny_replica("llama")
-    retime(monkeypatch, replica, BatchKind.SPECULATE, lambda _: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(RuntimeError), failing_pass(replica, number):
         calibrate(replica)
     assert replica.residents == ()
     replica.check_integrity()

@@ -138,7 +138,7 @@ def test_no_token_is_chosen_from_logits_that_are_no_numbers(
     sampling = SamplingBatch.of(params, torch.device("cpu"))
     generator = torch.Generator().manual_seed(1)
     logits = torch.randn((len(params), 2, 50), generator=generator)
-    noise = sampling.noise_after(torch.arange(2).expand(len(params), 2) + 7, 50)
+    noise = sampling.noise_after(torch.arange(2).expand(len(params), 2) + 7)
     well = of_numbers(choose(logits, sampling, noise), logits, sampling)
     assert bool((well >= 0).all())
     broken = logits.clone()

@@ -107,9 +107,9 @@ class HeadLayer:
         """All logits of the layer's output, and as a tap what the next position sees of it."""
         entered, residual = self.enter(tokens, hidden, layout)
         attention = self.backend.begin(layout, entered.shape[1])
-        x = self._out.added(attention(0, entered, self._scaling), residual)
+        x = self._out(attention(0, entered, self._scaling)).add_(residual)
         gate, up = self._gate_up(self._norm(x, LAYER + "post_attention_layernorm")).chunk(2, -1)
-        x = self._down.added(silu(gate).mul_(up), x)
+        x = self._down(silu(gate).mul_(up)).add_(x)
         normed = self._norm(x, "norm")
         return Output(self._lm_head(normed), [normed if self.config.norm_output else x])
 

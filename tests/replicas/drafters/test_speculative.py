@@ -20,7 +20,7 @@ from replicas.models.pair import load_pair, read_pair
 from replicas.replica import Replica
 from scheduler.config import SchedulerConfig
 from scheduler.messages import Request
-from tests.replicas.heads import save_head
+from tests.replicas.heads import layer_config, save_head
 
 PROMPT = tuple(range(40, 60))
 
@@ -33,10 +33,7 @@ def loaded(**settings: object) -> Replica:
 def head(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A random one for the embedded target."""
     target = AutoConfig.from_pretrained(resolve("tiny"))
-    width = target.hidden_size
-    layer = {"model_type": "llama", "hidden_size": width, "intermediate_size": width}
-    layer |= {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
-    layer |= {"head_dim": 16, "vocab_size": target.vocab_size}
+    layer = layer_config("llama", hidden_size=target.hidden_size, vocab_size=target.vocab_size)
     whole = {"speculators_model_type": "eagle3", "transformer_layer_config": layer}
     whole["draft_vocab_size"] = 512
     return save_head(tmp_path_factory.mktemp("head"), target, whole)
@@ -72,13 +69,11 @@ def test_draft_is_short_for_a_draft_model_and_may_not_contradict() -> None:
     assert ReplicaConfig(draft="x").drafting == model
     assert ReplicaConfig(draft=None).drafting.method == "none"
     assert ReplicaConfig().drafting.model == "tiny"
-    config = ReplicaConfig(speculative=model)
-    assert (config.draft, config.drafting) == ("x", model)
-    for said in (model, SpeculativeConfig(method="suffix"), None):
-        config = ReplicaConfig(speculative=said)
-        assert ReplicaConfig.model_validate(config.model_dump()) == config
     for said in (model, SpeculativeConfig(method="suffix")):
-        with pytest.raises(ValidationError, match="draft: 'y' contradicts speculative"):
+        config = ReplicaConfig(speculative=said)
+        assert config.drafting == said == ReplicaConfig(draft=None, speculative=said).drafting
+        assert ReplicaConfig.model_validate(config.model_dump()) == config
+        with pytest.raises(ValidationError, match="draft: 'y' beside speculative"):
             ReplicaConfig(draft="y", speculative=said)
 
 

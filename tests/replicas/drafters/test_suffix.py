@@ -4,6 +4,7 @@ outputs of the same salt alone, and that what it remembers is bounded and can be
 from __future__ import annotations
 
 import random
+import tracemalloc
 from collections import Counter
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 
 from replicas.drafters import Ask, Seen, suffix as module
 from replicas.drafters.history import DEEP, DEPTH, END, LEAST_PROBABILITY, PLACES, Draft, History
-from replicas.drafters.suffix import SuffixDrafter, SuffixSource
+from replicas.drafters.suffix import OUTPUTS_TOKENS, SuffixDrafter, SuffixSource
 from replicas.sampling.choice import SamplingBatch
 from replicas.stopwatch import Stopwatch
 from scheduler.messages import SamplingParams
@@ -55,7 +56,7 @@ def test_a_row_drafts_what_followed_its_last_tokens_before_and_its_own_length() 
     assert drafts_of(drafter, "c", "d") == [[], []]
 
 
-def by_definition(text: list[int], most: int, offset: int, tail: list[int] | None) -> Draft:
+def by_definition(text: list[int], most: int, tail: list[int] | None) -> Draft:
     """The draft that History's docstrings define, by looking at every place of a short text."""
     ahead = [] if tail is None else [END]
     ends = range(len(text) - (tail is None), 1, -1)
@@ -74,7 +75,7 @@ def by_definition(text: list[int], most: int, offset: int, tail: list[int] | Non
     for least in dict.fromkeys(length for length, _ in found):
         places = [end for length, end in found if length >= least]
         score, probability, draft = 0.0, 1.0, list[int]()
-        while len(draft) < min(most, least + offset):
+        while len(draft) < min(most, least + 1):
             whole = [*text, *(ahead or draft)]
             votes = Counter(whole[end + len(draft)] for end in places)
             token, count = votes.most_common(1)[0]
@@ -99,9 +100,9 @@ def test_a_draft_is_the_one_that_its_definition_gives() -> None:
         if rng.random() < 0.5:
             tail = rng.choices(tokens, k=rng.randint(2, 8))
             text = rng.choices([*text, END], k=len(text))
-        most, offset = rng.randint(1, 8), rng.randint(0, 2)
-        draft = History(text).draft(most, offset, tail)
-        assert draft == by_definition(text, most, offset, tail), (text, most, offset, tail)
+        most = rng.randint(1, 8)
+        draft = History(text).draft(most, tail)
+        assert draft == by_definition(text, most, tail), (text, most, tail)
 
 
 def test_outputs_are_drafted_from_after_their_row_has_left_and_never_across_two() -> None:
@@ -123,14 +124,11 @@ def test_prompts_are_no_outputs_and_a_row_that_comes_back_puts_out_nothing_twice
     drafter.begin("a", [1, 2, 3, 4], "", 0)
     drafter.end("a")
     assert drafter.size == 0
-    drafter.begin("a", [1, 2], "", 0)
-    commit(drafter, "a", [3, 4])
-    drafter.end("a")  # sent back
-    drafter.begin("a", [1, 2, 3, 4], "", 0)
-    commit(drafter, "a", [5])
-    drafter.end("a")
-    drafter.end("stranger")
-    assert drafter.size == len([3, 4]) + 1 + len([5]) + 1, "and the ends of two"
+    for content, token in (([1, 2], 3), ([1, 2, 3], 4)):  # sent back in between
+        drafter.begin("a", content, "", 0)
+        commit(drafter, "a", [token])
+        drafter.end("a")
+    assert drafter.size == len([3, END, 4, END])
 
 
 def test_nothing_shows_between_salts() -> None:
@@ -141,35 +139,21 @@ def test_nothing_shows_between_salts() -> None:
         assert drafts_of(drafter, salt) == [draft]
 
 
-def test_older_outputs_and_salts_give_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "GENERATION", 40)
-    monkeypatch.setattr(module, "OUTPUTS_TOKENS", 100)
-    monkeypatch.setattr(module, "OUTPUTS_LEAST", 0)
-    drafter = SuffixDrafter()
-    drafter.begin("a", [1, 2], "", 0)
-    said(drafter, [1, 2, 3, 4])
-    for _ in range(9):
-        said(drafter, [50, 51, 52])
-    assert drafts_of(drafter, "a", k=8) == [[3, 4]], "a generation ago"
-    for _ in range(12):
-        said(drafter, [50, 51, 52])
-    assert drafts_of(drafter, "a", k=8) == [[]]
-    for number in range(30):
-        said(drafter, [number] * 30, salt=f"{number}")
-        assert drafter.size <= 100
-    drafter.begin("b", [28, 28], "28", 0)
-    assert drafts_of(drafter, "b")[0][:2] == [28, 28]
-    said(drafter, [8] * 1000)
-    assert drafter.size <= 100
-
-
-@pytest.mark.parametrize(("salts", "length"), [(1, 256), (30_000, 1)])
-def test_what_is_remembered_is_small(salts: int, length: int) -> None:
+@pytest.mark.parametrize(("salts", "length"), [(1, 256), (40_000, 1)])
+def test_what_is_remembered_is_small_and_what_is_older_gives_way(salts: int, length: int) -> None:
     rng = random.Random(0)
     drafter = SuffixDrafter()
-    for number in range(max(salts, 1000)):
+    tracemalloc.start()
+    for number in range(max(salts, 2000)):
         said(drafter, [rng.randrange(50_000) for _ in range(length)], salt=f"{number % salts}")
-    assert drafter.bytes < 16e6 < SuffixSource.memory.kept
+        assert drafter.size <= OUTPUTS_TOKENS
+    assert tracemalloc.get_traced_memory()[0] < SuffixSource.memory.kept
+    tracemalloc.stop()
+    said(drafter, [1, 2, 3, 4], salt="last")
+    drafter.begin("a", [1, 2], "last", 0)
+    assert drafts_of(drafter, "a") == [[3, 4]]
+    said(drafter, [8] * OUTPUTS_TOKENS, salt="last")
+    assert drafts_of(drafter, "a") == [[]]
 
 
 def test_a_history_that_was_cut_back_is_as_it_was() -> None:
@@ -180,9 +164,9 @@ def test_a_history_that_was_cut_back_is_as_it_was() -> None:
         for _ in range(rng.randrange(1, 4)):
             cut.extend([rng.randrange(5) for _ in range(rng.randrange(900))])
         cut.truncate(len(kept))
-        assert cut.draft(8, 1) == History(kept).draft(8, 1)
+        assert cut.draft(8) == History(kept).draft(8)
         cut.extend([1, 2, 1])
-        assert cut.draft(8, 1) == History([*kept, 1, 2, 1]).draft(8, 1)
+        assert cut.draft(8) == History([*kept, 1, 2, 1]).draft(8)
 
 
 def test_a_replica_tells_it_all_that_is_committed_and_takes_back_what_failed() -> None:

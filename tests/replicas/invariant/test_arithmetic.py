@@ -16,7 +16,7 @@ import torch
 from torch.nn.functional import linear
 
 from replicas.invariant import proof
-from replicas.invariant.ops import TILE, Arithmetic, Product, can_prepack
+from replicas.invariant.ops import TILE, Arithmetic, can_prepack
 from replicas.models.paged_model import Wants
 from tests.replicas.built import Rows, built, uneven_model, with_massive_activations
 from tests.tiny_pairs import ARCHITECTURES, target_model
@@ -84,28 +84,6 @@ def test_what_is_tapped_has_the_same_bits_as_well() -> None:
     for tap, other, expected in zip(taps, again, states.hidden_states, strict=False):
         assert torch.equal(tap[80:85], other)
         assert torch.allclose(tap, expected[0], atol=1e-4)
-
-
-@needs_onednn
-@pytest.mark.parametrize("tokens", [1, 2, 7, 64, 300])
-@pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("shape", [(4096, 192), (320, 192), (257, 400)])
-@torch.inference_mode()
-def test_a_prepacked_product_is_the_product(
-    shape: tuple[int, int], biased: bool, tokens: int
-) -> None:
-    generator = torch.Generator().manual_seed(1)
-    weight = torch.randn(shape, generator=generator) / shape[1] ** 0.5
-    bias = torch.randn(shape[0], generator=generator) if biased else None
-    product = Product.of(weight, bias, prepack=True)
-    product.tile = TILE
-    x = torch.randn((tokens, shape[1]), generator=generator)
-    residual = torch.randn((tokens, shape[0]), generator=generator)
-    before = residual.clone()
-    expected = linear(x.double(), weight.double(), None if bias is None else bias.double())
-    limit = 1e-5 * expected.abs().max()
-    assert (product(x) - expected).abs().max() <= limit
-    assert (product.added(x, residual) - (before + expected)).abs().max() <= limit
 
 
 @pytest.mark.parametrize("dim", [32, 128])

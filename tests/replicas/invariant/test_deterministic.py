@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from cluster.local_engine import LocalEngine
 from replicas.config import ReplicaConfig
 from replicas.invariant.check import ROWS, what_changes_logits
-from replicas.invariant.ops import COUNTS, Arithmetic, in_tiles
+from replicas.invariant.ops import COUNTS, Arithmetic
 from replicas.models import build as building
 from replicas.models.load import PairRefused
 from replicas.models.paged_model import PagedModel
@@ -136,16 +136,3 @@ def test_every_architecture_passes_the_measurement(architecture: str) -> None:
     paged, how = deterministic(uneven_model(architecture).half())
     assert paged.arithmetic.proven, how
     assert what_changes_logits(paged, TABLE, 200) is None
-
-
-def test_a_function_in_tiles_sees_one_shape_and_gives_each_row_its_own() -> None:
-    seen = set()
-
-    def doubled(x: torch.Tensor) -> torch.Tensor:
-        seen.add(x.shape)
-        return 2 * x
-
-    for rows in (1, 7, 8, 9, 40):
-        x = torch.randn(rows, 3)
-        assert torch.equal(in_tiles(doubled, 8, x), 2 * x)
-    assert seen == {(8, 3)}
