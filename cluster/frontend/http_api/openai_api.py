@@ -76,7 +76,8 @@ def openai_router(service: FrontendService, bodies: BodyReader) -> APIRouter:
             if (name := request.headers.get("last-event-id")) is not None:
                 last = EventId.parse(name, call.sequences, call.stream)
                 # With its seed the stream is the same again.
-                call = replace(call, drawn_seed=last.seed)
+                seen = [place.tokens for place in last.places]
+                call = replace(call, drawn_seed=last.seed, seen_tokens=seen)
             shape = OpenAIAnswer(asked, service.text, last)
             call = replace(call, request_id=call.request_id or shape.id)
         return _CallResponse(service, call, shape)
@@ -111,7 +112,7 @@ class _CallResponse(Response):
                     if not streaming:
                         streaming = True
                         await _start(send)
-                    for event in shape.events(delta):
+                    if (event := shape.next_event(delta)) is not None:
                         await _send_event(send, event)
             if not streaming:
                 await JSONResponse(shape.whole(deltas))(scope, receive, send)
