@@ -12,8 +12,7 @@ from grpc import StatusCode
 from grpc_health.v1 import health_pb2
 
 from cluster.config_sources import from_args
-from cluster.frontend.grpc_api.api import SERVICE
-from cluster.frontend.grpc_api.handlers import Unparsed
+from cluster.frontend.grpc_api.handlers import LOCKSTEP, Unparsed
 from cluster.frontend.grpc_api.status import to_status
 from cluster.frontend.status_codes import CODES, MEANINGS
 from cluster.pool.protocol import PoolView
@@ -166,16 +165,12 @@ async def test_bytes_that_are_no_message_are_refused_as_such() -> None:
 async def test_health_knows_the_service_and_whether_a_replica_is_ready() -> None:
     states = health_pb2.HealthCheckResponse
     async with frontend() as made:
-        for service in ("", SERVICE):
+        for service in ("", LOCKSTEP.full_name):
             request = health_pb2.HealthCheckRequest(service=service)
             assert (await made.Check(request, Context())).status == states.SERVING
         context = Context()
         await made.Check(health_pb2.HealthCheckRequest(service="other"), context)
         assert context.code is StatusCode.NOT_FOUND
-        for call in (made.List, lambda *args: anext(made.Watch(*args))):
-            context = Context()
-            await call(health_pb2.HealthCheckRequest(), context)
-            assert context.code is StatusCode.UNIMPLEMENTED
     async with frontend(replicas=0) as made:
         answer = await made.Check(health_pb2.HealthCheckRequest(), Context())
         assert answer.status == states.NOT_SERVING
