@@ -11,13 +11,14 @@ from grpc_health.v1 import health_pb2
 
 from cluster.client.channel import Lane
 from cluster.client.retry import (
+    RETRY_AFTER_KEY,
     Attempts,
     Continuation,
     OutOfTime,
     RetryPolicy,
     StreamBroken,
     is_repeatable,
-    retry_after_s,
+    trailing,
     with_less_time,
     with_seed,
 )
@@ -187,7 +188,7 @@ class Core:
         """Before the next attempt, which goes to the next address. Raises the error if none is
         to be made, or OutOfTime where only the call's own time forbids it."""
         now_s = self._clock()
-        answered = error.code() not in _OWN_CODES or retry_after_s(error) is not None
+        answered = error.code() not in _OWN_CODES or trailing(error, RETRY_AFTER_KEY)
         self._reached = self._reached or answered or attempts.served(now_s)
         pause_s = attempts.pause_s(error, now_s, reached=self._reached)
         if pause_s is None:

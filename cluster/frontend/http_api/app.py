@@ -10,7 +10,6 @@ from fastapi.responses import PlainTextResponse, Response
 from grpc import StatusCode
 from starlette.exceptions import HTTPException
 
-from cluster.frontend.http_api.body import BodyReader
 from cluster.frontend.http_api.errors import UNEXPECTED, refusal_response
 from cluster.frontend.http_api.guard import HttpGuard
 from cluster.frontend.http_api.openai_api import openai_router
@@ -58,8 +57,6 @@ def http_app(service: FrontendService) -> FastAPI:
         log.error("%s failed", request.url.path, exc_info=error)
         return refusal_response(UNEXPECTED)
 
-    bodies = BodyReader(service.config.frontend.message_bytes_max)
-
     @app.get("/healthz")
     async def healthz() -> PlainTextResponse:
         return PlainTextResponse("ok")
@@ -69,6 +66,6 @@ def http_app(service: FrontendService) -> FastAPI:
         ready = service.ready()
         return PlainTextResponse(*(("ready", 200) if ready else ("no replica is ready", 503)))
 
-    app.include_router(openai_router(service, bodies))
-    app.include_router(tokens_router(service, bodies))
+    app.include_router(openai_router(service))
+    app.include_router(tokens_router(service))
     return app

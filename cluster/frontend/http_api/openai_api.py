@@ -15,7 +15,7 @@ from fastapi.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from cluster.frontend.calls import Delta, GenerateCall
-from cluster.frontend.http_api.body import BodyReader
+from cluster.frontend.http_api.body import read_body
 from cluster.frontend.http_api.errors import (
     UNEXPECTED,
     check_model,
@@ -37,8 +37,8 @@ from cluster.frontend.status_codes import Refused
 log = logging.getLogger("lockstep.frontend")
 
 
-def openai_router(service: FrontendService, bodies: BodyReader) -> APIRouter:
-    router = APIRouter()
+def openai_router(service: FrontendService) -> APIRouter:
+    router, bytes_max = APIRouter(), service.config.frontend.message_bytes_max
     served = {
         "id": service.config.model_name,
         "object": "model",
@@ -69,7 +69,7 @@ def openai_router(service: FrontendService, bodies: BodyReader) -> APIRouter:
     async def answered(request: Request, kind: type[AnyRequest]) -> Response:
         caller = checked_caller(service, request)
         with service.refusals():
-            asked = await bodies.read(request, partial(parse_request, kind))
+            asked = await read_body(request, bytes_max, partial(parse_request, kind))
             check_model(service, asked.model)
             call = asked.to_call(caller, request.headers.get("x-request-id", ""))
             last = None
