@@ -174,16 +174,6 @@ def admitted(control: AdmissionControl, caller: Caller, tokens: int) -> Admitted
     return admission
 
 
-def test_what_was_not_used_is_given_back_once(keyed: Keyed) -> None:
-    keyed.key("alice", tokens_per_minute=600)
-    control, caller = keyed.control(), keyed.caller("alice")
-    first = admitted(control, caller, 600)
-    assert isinstance(first, Admitted)
-    first.close(tokens=200)
-    assert isinstance(admitted(control, caller, 400), Admitted)
-    assert admitted(control, caller, 1) == pytest.approx(0.1)
-
-
 def test_what_is_larger_than_the_bucket_passes_when_it_is_full_and_leaves_a_debt(
     keyed: Keyed,
 ) -> None:

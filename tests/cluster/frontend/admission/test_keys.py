@@ -180,27 +180,19 @@ def test_a_server_does_not_start_with_a_broken_or_missing_file(path: Path) -> No
 
 
 def test_the_command_prints_the_key_alone_and_once(path: Path) -> None:
-    made = CliRunner().invoke(main, ["keys", "add", "alice", "--file", str(path)])
+    limits = ["--priority-max", "low", "--tokens-per-minute", "600", "--requests-max", "7"]
+    made = CliRunner().invoke(main, ["keys", "add", "alice", "--file", str(path), *limits])
     key = made.stdout.strip()
-    assert find(read(path), key).name == "alice"
+    entry = find(read(path), key)
+    assert (entry.name, entry.priority) == ("alice", Priority.LOW)
+    assert (entry.tokens_per_minute, entry.requests_max) == (600, 7)
     listed = lockstep("keys", "list", "--file", str(path))
-    assert "alice" in listed
+    for said in ("alice", "low", "600 tokens", "7 requests"):
+        assert said in listed
     assert key not in listed
     assert hash_of(key) not in listed
     lockstep("keys", "remove", "alice", "--file", str(path))
     assert read(path) == ()
-
-
-def test_the_command_stores_the_limits(path: Path) -> None:
-    limits = ["--priority-max", "low", "--tokens-per-minute", "600", "--requests-max", "7"]
-    lockstep("keys", "add", "bob", "--file", str(path), *limits)
-    (entry,) = read(path)
-    assert entry.priority is Priority.LOW
-    assert (entry.tokens_per_minute, entry.requests_max) == (600, 7)
-    listed = lockstep("keys", "list", "--file", str(path))
-    assert "low" in listed
-    assert "600 tokens" in listed
-    assert "7 requests" in listed
 
 
 @pytest.mark.parametrize(

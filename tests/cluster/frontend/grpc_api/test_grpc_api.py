@@ -21,7 +21,7 @@ from scheduler.draft_length import CostEstimates
 from scheduler.messages import FinishReason, RejectCode, ReplicaSpec
 from scheduler.state import BatchFigures
 from scheduler.status import PoolStatus, ReplicaStatus
-from tests.cluster.fakes import ClockAhead, perfect
+from tests.cluster.fakes import perfect
 from tests.cluster.frontend.rig import (
     PROMPT,
     PROMPT_IDS,
@@ -29,7 +29,6 @@ from tests.cluster.frontend.rig import (
     both,
     frontend,
     pool_of,
-    session_of,
     stream,
     text_of,
     unfinished,
@@ -95,26 +94,6 @@ async def test_a_sampled_request_without_seed_is_told_the_one_drawn() -> None:
         assert again[0].seed != chunks[0].seed
         request.seed = 7
         assert (await made.Generate(request, Context())).end.seed == 7
-
-
-async def test_a_deadline_gives_the_stream_its_tokens_and_the_status() -> None:
-    clock = ClockAhead()
-    async with frontend(step_s=0.02, clock=clock) as made:
-        request = pb.GenerateRequest(prompt=PROMPT, max_new_tokens=400, timeout_s=100.0)
-        streamed, unary = Context(), Context()
-        streaming = asyncio.ensure_future(stream(made, request, streamed))
-        asking = asyncio.ensure_future(made.Generate(request, unary))
-        lives = session_of(made).unfinished
-        await until(lambda: len(lives) == 2 and all(live.tokens for live in lives))
-        clock.ahead_s = 101.0
-        chunks = await streaming
-        await asking
-        for context in (streamed, unary):
-            assert context.code is StatusCode.DEADLINE_EXCEEDED
-        assert chunks[-1].end.finish_reason == pb.FINISH_REASON_DEADLINE
-        tokens = [token for chunk in chunks for token in chunk.token_ids]
-        assert 0 < len(tokens) < 400
-        assert tokens == perfect(PROMPT_IDS, len(tokens))
 
 
 @pytest.mark.parametrize("count", [1, 40])
