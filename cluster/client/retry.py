@@ -63,7 +63,7 @@ class RetryPolicy:
 
 NO_RETRY = RetryPolicy(attempts_max=1)
 _CONNECTING_S = 10.0
-"""An attempt that lasts longer has reached a server: connecting to one address takes a second."""
+"""An attempt that lasts longer has reached a server: connecting to an address takes a second."""
 _LAST_S = 0.01
 """With less of its own time left a call is not asked again."""
 
