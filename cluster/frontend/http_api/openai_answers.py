@@ -11,7 +11,7 @@ from itertools import chain, zip_longest
 from typing import Any
 
 from cluster.frontend.answer import Answer, AnswerSequence
-from cluster.frontend.calls import Delta, SequenceEnd
+from cluster.frontend.calls import Delta, GenerateCall, SequenceEnd, TextPrompt
 from cluster.frontend.http_api.event_id import EventId, Place
 from cluster.frontend.http_api.openai_models import AnyRequest, ChatRequest
 from cluster.frontend.target_text import TargetText
@@ -74,7 +74,7 @@ class OpenAIAnswer:
         sequences = answer.sequences
         places = [Place()] * len(sequences) if self._last is None else self._last.places
         self._written = [
-            _Written(sequence, place, self._echo(sequence), place.tokens)
+            _Written(sequence, place, self._echo(answer.call, sequence), place.tokens)
             for sequence, place in zip(sequences, places, strict=True)
         ]
 
@@ -233,13 +233,13 @@ class OpenAIAnswer:
         shown = token not in special_ids(self._text.tokenizer)
         return len(name) if shown or one.echo.startswith(name, one.chars) else 0
 
-    def _echo(self, sequence: AnswerSequence) -> str:
+    def _echo(self, call: GenerateCall, sequence: AnswerSequence) -> str:
         """What the text of a sequence repeats of its prompt."""
         if not self.asked.echoes:
             return ""
-        given = self.asked.prompt_text(sequence.index // self.asked.n)
-        if given is not None:
-            return given
+        prompt = call.prompts[sequence.index // call.choices]
+        if isinstance(prompt, TextPrompt):
+            return prompt.text
         return self._text.tokenizer.decode(list(sequence.prompt), skip_special_tokens=False)
 
     def _object(self, choices: list[dict[str, Any]], chunk: bool = True) -> dict[str, Any]:
