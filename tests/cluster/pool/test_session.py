@@ -7,7 +7,6 @@ Pool actor, workers and session run in one event loop, without Ray.
 from __future__ import annotations
 
 import asyncio
-import threading
 
 import pytest
 
@@ -168,20 +167,6 @@ async def test_a_long_batch_keeps_its_lease() -> None:
         requests = [w.submit(prompt, 1) for prompt in prompts(4)]
         await check(requests)
         assert all(live.finish.usage.recovered == 0 for live in requests)  # type: ignore[union-attr]
-
-
-async def test_a_draining_replica_hands_its_residents_over() -> None:
-    async with shards(0) as w:
-        before = set(threading.enumerate())
-        going = await w.add_replica(step_s=0.01)
-        [thread] = set(threading.enumerate()) - before
-        requests = [w.submit(prompt, 60) for prompt in prompts(6)]
-        await until(lambda: all(live.tokens for live in requests))
-        await w.add_replica()
-        await going.close()
-        assert going.replica_id not in w.wire.replicas
-        await until(lambda: not thread.is_alive())
-        await check(requests)
 
 
 async def test_a_session_that_is_closed_has_ended_in_the_pool_too() -> None:

@@ -1,5 +1,4 @@
-"""Proves: OpenAI's API gives the answers of the gRPC API, whole and streamed, in OpenAI's shapes; a
-call that is cancelled, as Serve does where a client leaves, leaves nothing.
+"""Proves: OpenAI's API gives the answers of the gRPC API, whole and streamed, in OpenAI's shapes.
 
 Null in place of a field asks for nothing, wherever the field stands; in a JSON schema and in what a
 template is told null is a value.
@@ -7,7 +6,6 @@ template is told null is a value.
 
 from __future__ import annotations
 
-import asyncio
 import json
 from contextlib import suppress
 from typing import Any
@@ -15,7 +13,6 @@ from typing import Any
 import pytest
 from starlette.types import Receive, Scope, Send
 
-from cluster.config_sources import from_args
 from cluster.frontend.http_api.openai_answers import OpenAIAnswer
 from cluster.frontend.http_api.openai_models import UNSUPPORTED
 from protos import lockstep_pb2 as pb
@@ -93,18 +90,6 @@ async def test_the_model_is_listed_and_no_other_is_served() -> None:
             assert (await http(app, path=path, client="192.0.2.7")).status == 401
 
 
-async def test_an_error_behind_the_first_event_is_the_last_event() -> None:
-    config = from_args({"frontend": {"timeout_s": 0.3, "coalesce_ms": 1}})
-    async with served(config, step_s=0.02) as (_made, app):
-        answer = await post(app, "completions", prompt=PROMPT, max_tokens=400, stream=True)
-        assert answer.status == 200
-        *_, last, nothing = answer.body.decode().split("\n\n")
-        assert nothing == ""
-        assert json.loads(last.rpartition("data: ")[2])["error"]["code"] == "DEADLINE_EXCEEDED"
-        whole = await post(app, "completions", prompt=PROMPT, max_tokens=400)
-        assert (whole.status, whole.error["code"]) == (504, "DEADLINE_EXCEEDED")
-
-
 @pytest.mark.parametrize("stream", [True, False])
 async def test_an_unexpected_error_is_logged_and_told_without_its_text(
     stream: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -124,19 +109,6 @@ async def test_an_unexpected_error_is_logged_and_told_without_its_text(
         assert b"division" not in said
         await until(lambda: not unfinished(made.service))
     assert "ZeroDivisionError" in caplog.text
-
-
-@pytest.mark.parametrize("stream", [True, False])
-async def test_a_call_that_is_cancelled_leaves_no_sequence(stream: bool) -> None:
-    async with served(step_s=0.02) as (made, app):
-        body = json.dumps(
-            {"model": MODEL, "prompt": PROMPT, "max_tokens": 400, "n": 2, "stream": stream}
-        ).encode()
-        asking = asyncio.ensure_future(http(app, body, path="/v1/completions"))
-        await until(lambda: unfinished(made.service) == 2)
-        asking.cancel()
-        await asyncio.gather(asking, return_exceptions=True)
-        await until(lambda: not unfinished(made.service))
 
 
 # --------------------------------------------------------------------------- nulls

@@ -86,7 +86,9 @@ async def test_a_stream_goes_on_behind_its_error() -> None:
     hasty = from_args({"frontend": {"timeout_s": 0.3, "coalesce_ms": 1}})
     async with served(hasty, step_s=0.02) as (_made, app):
         *broken, (name, error) = numbered(await post(app, COMPLETIONS, **fields))
-    assert error["error"]["code"] == "DEADLINE_EXCEEDED"
+        whole = await post(app, COMPLETIONS, **fields | {"stream": False})
+    assert error["error"]["code"] == whole.error["code"] == "DEADLINE_EXCEEDED"
+    assert whole.status == 504
     async with served() as (_made, app):
         rest = numbered(await post(app, COMPLETIONS, headers={"last-event-id": name}, **fields))
         whole = numbered(await post(app, COMPLETIONS, **fields))
