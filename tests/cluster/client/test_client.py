@@ -48,6 +48,7 @@ FINAL = [
 ]
 BREAKING = dict.fromkeys(code for code, _ in BREAKS)
 Trailing = tuple[tuple[str, str], ...]
+Reads = Callable[[str, pb.GenerateRequest], tuple[list[pb.GenerateChunk], int]]
 MARKED = ((FINAL_KEY, "1"),)
 
 
@@ -74,10 +75,16 @@ def read(client: Client, request: pb.GenerateRequest) -> list[pb.GenerateChunk]:
     return list(client.stream(request))
 
 
-def read_async(address: str, request: pb.GenerateRequest) -> list[pb.GenerateChunk]:
-    async def test() -> list[pb.GenerateChunk]:
+def by_blocking(address: str, request: pb.GenerateRequest) -> tuple[list[pb.GenerateChunk], int]:
+    """The chunks of a stream, and how often it was asked again."""
+    with Client(address, retry=QUICK) as client:
+        return read(client, request), client.retries
+
+
+def by_asyncio(address: str, request: pb.GenerateRequest) -> tuple[list[pb.GenerateChunk], int]:
+    async def test() -> tuple[list[pb.GenerateChunk], int]:
         async with AsyncClient(address, retry=QUICK) as client, asyncio.timeout(100):
-            return [chunk async for chunk in client.stream(request)]
+            return [chunk async for chunk in client.stream(request)], client.retries
 
     return asyncio.run(test())
 
@@ -85,20 +92,20 @@ def read_async(address: str, request: pb.GenerateRequest) -> list[pb.GenerateChu
 # --------------------------------------------------------------------------- streams
 
 
-@settings(max_examples=150)
+@pytest.mark.parametrize("reads", [by_blocking, by_asyncio])
+@settings(max_examples=100)
 @given(world=worlds())
 def test_a_stream_that_breaks_anywhere_reads_like_one_that_did_not(
-    first: Running, world: tuple[Script, pb.GenerateRequest]
+    first: Running, reads: Reads, world: tuple[Script, pb.GenerateRequest]
 ) -> None:
     script, request = world
     whole, before = joined(list(chunks_of(script, request))), str(request)
     given = len(request.committed_token_ids)
     first.server.script = script
-    with Client(first.address, retry=QUICK) as client:
-        chunks = read(client, request)
+    chunks, retries = reads(first.address, request)
     assert str(request) == before, "the caller's own is left as it is"
     assert joined(chunks) == whole
-    assert client.retries == len(script.asked) - 1
+    assert retries == len(script.asked) - 1
     assert all(chunk.text or chunk.token_ids or chunk.HasField("end") for chunk in chunks)
     assert [chunk.HasField("end") for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
     end = chunks[-1].end
@@ -117,17 +124,6 @@ def test_a_stream_that_breaks_anywhere_reads_like_one_that_did_not(
         for name in ("committed_token_ids", "timeout_s", "seed"):
             asked.ClearField(name)
     assert all(asked == request for asked in script.asked)
-
-
-@settings(max_examples=25)
-@given(world=worlds())
-def test_the_asynchronous_client_reads_the_same(
-    first: Running, world: tuple[Script, pb.GenerateRequest]
-) -> None:
-    script, request = world
-    whole = joined(list(chunks_of(script, request)))
-    first.server.script = script
-    assert joined(read_async(first.address, request)) == whole
 
 
 def test_of_several_addresses_the_one_that_can_be_reached_is_asked(first: Running) -> None:
