@@ -168,7 +168,7 @@ class Core:
         """Before the next attempt. Raises the error if none is to be made, or OutOfTime where only
         the call's own time forbids it."""
         now_s = self._clock()
-        answered = error.code() not in _OWN_CODES or trailing(error, RETRY_AFTER_KEY)
+        answered = error.code() not in _OWN_CODES or trailing(error, RETRY_AFTER_KEY) is not None
         self._reached = self._reached or answered or attempts.served(now_s)
         pause_s = attempts.pause_s(error, now_s, reached=self._reached)
         if pause_s is None:

@@ -114,12 +114,13 @@ class OpenAIAnswer:
             *zip(delta.tokens, delta.logprobs, strict=False),
         ]
         text = one.echo * first + delta.text
-        said = self._turn(text, delta.calls, first) if self._chat else {"text": text}
+        said: dict[str, Any] = {"text": text}
+        if self._chat:
+            said = self._turn(text, delta.calls, first)
         said["logprobs"] = None
         if asked.top_logprobs_wanted is not None:
-            said["logprobs"] = (
-                self._chat_logprobs(told) if self._chat else self._logprobs(told, one)
-            )
+            logprobs = self._chat_logprobs(told) if self._chat else self._logprobs(told, one)
+            said["logprobs"] = logprobs
         if asked.return_token_ids:
             said["token_ids"] = list(delta.tokens)
             said |= {"prompt_token_ids": list(one.sequence.prompt)} if first else {}
