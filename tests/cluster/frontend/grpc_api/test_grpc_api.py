@@ -105,16 +105,9 @@ async def test_the_last_tokens_come_with_the_end(count: int) -> None:
         assert chunks[-1].HasField("end")
 
 
-@pytest.mark.parametrize(
-    ("settings", "replicas"),
-    [
-        ({"frontend": {"requests_max": 1}}, 1),
-        ({"scheduler": {"waiting_requests_max": 1}}, 0),
-    ],
-    ids=["frontend", "queue"],
-)
-async def test_overload_says_when_to_come_back(settings: dict[str, object], replicas: int) -> None:
-    async with frontend(step_s=0.02, config=from_args(settings), replicas=replicas) as made:
+async def test_overload_says_when_to_come_back() -> None:
+    config = from_args({"frontend": {"requests_max": 1}})
+    async with frontend(step_s=0.02, config=config) as made:
         request = pb.GenerateRequest(prompt=PROMPT, max_new_tokens=400)
         first = asyncio.ensure_future(made.Generate(request, Context()))
         pool = pool_of(made)
