@@ -7,6 +7,7 @@ import logging
 from fastapi import Depends, FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from grpc import StatusCode
 from starlette.exceptions import HTTPException
 
 from cluster.frontend.http_api.errors import UNEXPECTED, error_body, refusal_response
@@ -14,7 +15,7 @@ from cluster.frontend.http_api.guard import guard_of
 from cluster.frontend.http_api.openai_api import openai_router
 from cluster.frontend.http_api.tokens_api import tokens_router
 from cluster.frontend.service import FrontendService
-from cluster.frontend.status_codes import Refused
+from cluster.frontend.status_codes import Refusal, Refused
 
 log = logging.getLogger("lockstep.frontend")
 
@@ -45,10 +46,12 @@ def http_app(service: FrontendService) -> FastAPI:
     async def unserved(request: Request, error: HTTPException) -> Response:
         status, message = error.status_code, error.detail
         # The router's own: it knows no such path, or the path takes another method.
-        code = {404: "NOT_FOUND", 405: "UNIMPLEMENTED"}.get(status, "INVALID_ARGUMENT")
-        if code != "INVALID_ARGUMENT":
+        code = {404: StatusCode.NOT_FOUND, 405: StatusCode.UNIMPLEMENTED}.get(status)
+        if code is not None:
             message = f"{request.method} {request.url.path}: {message}"
-        return JSONResponse(error_body(code, message, status), status, error.headers)
+        refusal = Refusal(code or StatusCode.INVALID_ARGUMENT, message)
+        body = error_body(refusal.code.name, refusal.short_message, status)
+        return JSONResponse(body, status, error.headers)
 
     @app.exception_handler(Exception)
     async def unexpected(request: Request, error: Exception) -> Response:
