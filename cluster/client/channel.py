@@ -1,4 +1,4 @@
-"""Where a client's calls go: the options of a channel, TLS, and one address."""
+"""Where a client's calls go: the options of a channel, TLS, and an address."""
 
 from __future__ import annotations
 
@@ -7,9 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-from grpc_health.v1 import health_pb2_grpc
-
-from protos import lockstep_pb2_grpc
 
 OPTIONS: tuple[tuple[str, Any], ...] = (
     ("grpc.max_send_message_length", 16 << 20),
@@ -53,13 +50,3 @@ class Server:
     address: str
     api_key: str | None = field(default=None, repr=False)
     tls: Tls | None = None
-
-
-class Lane:
-    """One address."""
-
-    def __init__(self, channel: Any) -> None:
-        """`channel`: blocking or of grpc.aio."""
-        self.channel = channel
-        self.stub: Any = lockstep_pb2_grpc.LockstepStub(channel)  # type: ignore[no-untyped-call]
-        self.health: Any = health_pb2_grpc.HealthStub(channel)

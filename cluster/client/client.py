@@ -1,16 +1,16 @@
 """The gRPC client, for the command line, the tests and every other program.
 
-A stream that breaks is continued and a unary call that breaks is repeated, on the same address or
-on the next one, as the `RetryPolicy` says; the output is the one of an undisturbed call. What
-cannot be helped is raised as `grpc.RpcError` with the status of the last attempt. docs/clients.md
-says how to do the same in another language.
+A stream that breaks is continued and a unary call that breaks is repeated, as the `RetryPolicy`
+says; the output is the one of an undisturbed call. What cannot be helped is raised as
+`grpc.RpcError` with the status of the last attempt. docs/clients.md says how to do the same in
+another language.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, TypeVar, cast
 
 import grpc
@@ -30,12 +30,12 @@ class AsyncClient(Core):
 
     def __init__(
         self,
-        address: str | Sequence[str],
+        address: str,
         api_key: str | None = None,
         tls: Tls | None = None,
         retry: RetryPolicy = _DEFAULT,
     ) -> None:
-        """`address`: host:port, or several that serve the same target; the first is asked first.
+        """`address`: host:port, or any other target of gRPC's.
 
         Without `tls` the connection, and with it the key, is in plain text. Raises OSError and
         ValueError for bad TLS files.
@@ -43,8 +43,7 @@ class AsyncClient(Core):
         super().__init__(_opens(grpc.aio, tls), _Waits(), address, api_key, retry)
 
     async def close(self) -> None:
-        for lane in self.lanes:
-            await lane.channel.close(None)
+        await self.channel.close(None)
 
     async def __aenter__(self) -> AsyncClient:
         return self
@@ -58,7 +57,7 @@ class Client:
 
     def __init__(
         self,
-        address: str | Sequence[str],
+        address: str,
         api_key: str | None = None,
         tls: Tls | None = None,
         retry: RetryPolicy = _DEFAULT,
@@ -96,11 +95,11 @@ class Client:
             _run(chunks.aclose())
 
     def status(self) -> pb.StatusResponse:
-        """Of the first address that answers."""
+        """What the server says of itself."""
         return _run(self._core.status())
 
     def ready(self) -> bool:
-        """Whether a server says that it is ready; False when none can be reached."""
+        """Whether the server says that it is ready; False when it cannot be reached."""
         return _run(self._core.ready())
 
     def wait_until_ready(self, timeout_s: float) -> None:
@@ -108,8 +107,7 @@ class Client:
         _run(self._core.wait_until_ready(timeout_s))
 
     def close(self) -> None:
-        for lane in self._core.lanes:
-            lane.channel.close()
+        self._core.channel.close()
 
     def __enter__(self) -> Client:
         return self

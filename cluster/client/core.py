@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable
 from typing import Any, Protocol
 
 import grpc
-from grpc_health.v1 import health_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from cluster.client.channel import Lane
 from cluster.client.retry import (
+    RETRY_AFTER_KEY,
     Attempts,
     Continuation,
     OutOfTime,
     RetryPolicy,
     StreamBroken,
     is_repeatable,
-    retry_after_s,
+    trailing,
     with_less_time,
     with_seed,
 )
-from protos import lockstep_pb2 as pb
+from protos import lockstep_pb2 as pb, lockstep_pb2_grpc
 
 _STATUS_S = 10.0
 _READY_PAUSE_S = 0.1
@@ -51,22 +51,21 @@ class Waits(Protocol):
 
 
 class Core:
-    """Calls to one of several addresses. The one in use is kept until a call to it fails."""
+    """Calls to one address, which may be several for gRPC (`ipv4:10.0.0.1:9000,10.0.0.2:9000`, or
+    a name): it goes on to the next one when it cannot connect."""
 
     def __init__(
         self,
         open_channel: Callable[[str], Any],
         waits: Waits,
-        address: str | Sequence[str],
+        address: str,
         api_key: str | None,
         retry: RetryPolicy,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        addresses = [address] if isinstance(address, str) else list(address)
-        if not addresses:
-            raise ValueError("address: at least one is needed")
-        self.lanes = [Lane(open_channel(each)) for each in addresses]
-        self._current = self.lanes[0]
+        self.channel = open_channel(address)
+        self._stub: Any = lockstep_pb2_grpc.LockstepStub(self.channel)  # type: ignore[no-untyped-call]
+        self._health: Any = health_pb2_grpc.HealthStub(self.channel)
         self._waits = waits
         self._retry = retry
         self._clock = clock
@@ -84,18 +83,17 @@ class Core:
         attempts = self._attempts(request, timeout_s)
         request = with_seed(request)
         while True:
-            lane = self._current
             asked = with_less_time(request, attempts.passed_s(self._clock()))
             try:
                 response: pb.GenerateResponse = await self._ask(
-                    lane.stub.Generate, asked, self._left_s(attempts, timeout_s)
+                    self._stub.Generate, asked, self._left_s(attempts, timeout_s)
                 )
             except grpc.RpcError as error:
                 broken = error
             else:
                 self._reached = True
                 return response
-            await self._waits.pause(self._pause_s(lane, attempts, broken))
+            await self._waits.pause(self._pause_s(attempts, broken))
 
     async def stream(
         self, request: pb.GenerateRequest, timeout_s: float | None = None
@@ -108,10 +106,9 @@ class Core:
         attempts = self._attempts(request, timeout_s)
         whole = Continuation(request)
         while True:
-            lane = self._current
             asked = whole.request(attempts.passed_s(self._clock()))
             left_s = self._left_s(attempts, timeout_s)
-            call = lane.stub.GenerateStream(asked, timeout=left_s, metadata=self._metadata)
+            call = self._stub.GenerateStream(asked, timeout=left_s, metadata=self._metadata)
             broken: grpc.RpcError = StreamBroken()
             try:
                 while (chunk := await self._waits.read(call)) is not None:
@@ -127,36 +124,24 @@ class Core:
                 return
             if whole.ended:
                 raise broken
-            await self._waits.pause(self._pause_s(lane, attempts, broken))
+            await self._waits.pause(self._pause_s(attempts, broken))
 
     async def status(self) -> pb.StatusResponse:
-        """Of the first address that answers, the one in use first."""
-        failed: grpc.RpcError | None = None
-        for lane in self._in_order():
-            try:
-                status: pb.StatusResponse = await self._ask(
-                    lane.stub.Status, pb.StatusRequest(), _STATUS_S
-                )
-            except grpc.RpcError as error:
-                failed = failed or error
-            else:
-                self._reached = True
-                return status
-        assert failed is not None
-        raise failed
+        status: pb.StatusResponse = await self._ask(
+            self._stub.Status, pb.StatusRequest(), _STATUS_S
+        )
+        self._reached = True
+        return status
 
     async def ready(self) -> bool:
-        """Whether a server says that it is ready; False when none can be reached."""
+        """Whether the server says that it is ready; False when it cannot be reached."""
         request = health_pb2.HealthCheckRequest()
-        for lane in self._in_order():
-            try:
-                answer = await self._ask(lane.health.Check, request, _STATUS_S)
-            except grpc.RpcError:
-                continue
-            self._reached = True
-            if answer.status == health_pb2.HealthCheckResponse.SERVING:
-                return True
-        return False
+        try:
+            answer = await self._ask(self._health.Check, request, _STATUS_S)
+        except grpc.RpcError:
+            return False
+        self._reached = True
+        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
     async def wait_until_ready(self, timeout_s: float) -> None:
         """Raises NotReady."""
@@ -169,10 +154,6 @@ class Core:
     async def _ask(self, method: Any, request: Any, timeout_s: float | None) -> Any:
         return await self._waits.ask(method, request, timeout=timeout_s, metadata=self._metadata)
 
-    def _in_order(self) -> Iterator[Lane]:
-        at = self.lanes.index(self._current)
-        return iter(self.lanes[at:] + self.lanes[:at])
-
     def _attempts(self, request: pb.GenerateRequest, timeout_s: float | None) -> Attempts:
         own_s = request.timeout_s if request.HasField("timeout_s") else None
         return Attempts(self._retry, self._clock(), (timeout_s, own_s))
@@ -183,11 +164,11 @@ class Core:
             return None
         return max(timeout_s - attempts.passed_s(self._clock()), 0.001)
 
-    def _pause_s(self, lane: Lane, attempts: Attempts, error: grpc.RpcError) -> float:
-        """Before the next attempt, which goes to the next address. Raises the error if none is
-        to be made, or OutOfTime where only the call's own time forbids it."""
+    def _pause_s(self, attempts: Attempts, error: grpc.RpcError) -> float:
+        """Before the next attempt. Raises the error if none is to be made, or OutOfTime where only
+        the call's own time forbids it."""
         now_s = self._clock()
-        answered = error.code() not in _OWN_CODES or retry_after_s(error) is not None
+        answered = error.code() not in _OWN_CODES or trailing(error, RETRY_AFTER_KEY) is not None
         self._reached = self._reached or answered or attempts.served(now_s)
         pause_s = attempts.pause_s(error, now_s, reached=self._reached)
         if pause_s is None:
@@ -195,7 +176,4 @@ class Core:
                 raise OutOfTime(error) from error
             raise error
         self.retries += 1
-        # Another call may have moved on already.
-        if self._current is lane:
-            self._current = self.lanes[(self.lanes.index(lane) + 1) % len(self.lanes)]
         return pause_s

@@ -50,8 +50,6 @@ class RetryPolicy:
     backoff_s: float = 0.05
     """First pause; each failure in a row doubles it. Of every pause up to a half is random."""
     backoff_s_max: float = 2.0
-    overloaded: bool = False
-    """Ask again after RESOURCE_EXHAUSTED, too, once the server's `retry-after` has passed."""
 
     def __post_init__(self) -> None:
         """Raises ValueError, which names the field."""
@@ -65,7 +63,7 @@ class RetryPolicy:
 
 NO_RETRY = RetryPolicy(attempts_max=1)
 _CONNECTING_S = 10.0
-"""An attempt that lasts longer has reached a server: connecting to one address takes a second."""
+"""An attempt that lasts longer has reached a server: connecting to an address takes a second."""
 _LAST_S = 0.01
 """With less of its own time left a call is not asked again."""
 
@@ -106,23 +104,15 @@ class OutOfTime(_OwnError):
 
 def is_repeatable(error: grpc.RpcError) -> bool:
     """Whether the error tells of a dead process or connection, not of the request."""
-    return error.code() in _BREAKS and _trailing(error, FINAL_KEY) is None
+    return error.code() in _BREAKS and trailing(error, FINAL_KEY) is None
 
 
-def _trailing(error: grpc.RpcError, name: str) -> str | None:
-    """A value of the error's trailing metadata."""
+def trailing(error: grpc.RpcError, name: str) -> str | None:
+    """A value of the error's trailing metadata, which a server alone can have sent."""
     for key, value in error.trailing_metadata() or ():
         if key == name:
             return str(value)
     return None
-
-
-def retry_after_s(error: grpc.RpcError) -> float | None:
-    """What the server asks for in the trailing metadata, in seconds."""
-    try:
-        return max(float(_trailing(error, RETRY_AFTER_KEY) or ""), 0.0)
-    except ValueError:
-        return None
 
 
 class Attempts:
@@ -176,9 +166,7 @@ class Attempts:
         if self._deadline_s is not None:
             # What is left of the call's own time is used to its end, not slept away.
             pause_s = min(pause_s, 0.5 * max(self._deadline_s - now_s, 0.0))
-        if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and policy.overloaded:
-            pause_s += retry_after_s(error) or 0.0
-        elif not is_repeatable(error):
+        if not is_repeatable(error):
             return None
         patience_s = policy.give_up_s if reached else min(policy.reach_s, policy.give_up_s)
         if self._failures >= policy.attempts_max:
@@ -186,9 +174,6 @@ class Attempts:
         if now_s + pause_s > self._failing_since_s + patience_s:
             return None
         if self.is_over(now_s):
-            return None
-        if self._deadline_s is not None and now_s + pause_s >= self._deadline_s:
-            # The server's `retry-after`.
             return None
         self._attempt_s = now_s + pause_s
         return pause_s

@@ -45,12 +45,12 @@ class AnswerSequence:
     index: int
     live: InFlightRequest
     text: TextStream
-    taken: int
-    """Tokens of `live` that the text has seen."""
-    tools: ToolReader | None = None
+    tools: ToolReader | None
     """Where it may call some."""
+    taken: int = 0
+    """Tokens of `live` that the text has seen."""
     called: bool = False
-    """Whether its committed tokens hold a whole call of one."""
+    """Whether they hold a whole call of a tool."""
     stop: str | None = None
     """The stop string that was found."""
     said: str = ""
@@ -93,20 +93,11 @@ class Answer:
         self._status = StatusCode.CANCELLED
         """How it ended for the client: it has left, unless it was told something else."""
 
-    def submit(
-        self, request: Request, text: TextStream, seen: Piece, tools: ToolReader | None
-    ) -> None:
-        """Hand one more sequence to the pool. `seen`: what `text` made of its committed tokens."""
+    def submit(self, request: Request, text: TextStream, tools: ToolReader | None) -> None:
+        """Hand one more sequence to the pool."""
         assert request.timeout_s is not None
         live = self._router.submit(request, request.timeout_s)
-        taken = len(request.committed)
-        calls = [] if tools is None else tools.push(seen.text)[1]
-        called = any(call.whole is not None for call in calls)
-        self.sequences.append(
-            AnswerSequence(len(self.sequences), live, text, taken, tools, called, seen.stop)
-        )
-        if seen.stop is not None:
-            self._router.cancel(live)
+        self.sequences.append(AnswerSequence(len(self.sequences), live, text, tools))
 
     def seed(self, index: int) -> int | None:
         """Of a sequence that is sampled."""
@@ -202,6 +193,7 @@ class Answer:
         Without a stream and without stop strings nothing is looked at before the end.
         """
         live, streamed = sequence.live, self.call.stream
+        await self._pass_over(sequence)
         if self.call.max_new_tokens == 0:
             # One is computed, which ends the request, and is not told of.
             await live.ended.wait()
@@ -228,6 +220,17 @@ class Answer:
             raise
         yield self._delta(sequence, end)
 
+    async def _pass_over(self, sequence: AnswerSequence) -> None:
+        """Take the tokens that the client has, and say nothing of them."""
+        live, had = sequence.live, len(self.call.committed_token_ids)
+        if self.call.seen_tokens:
+            had += self.call.seen_tokens[sequence.index]
+        while len(live.tokens) < had and not live.ended.is_set():
+            live.changed.clear()
+            await live.changed.wait()
+        await self._take(sequence, had)
+        self._delta(sequence)
+
     def _delta(self, sequence: AnswerSequence, end: SequenceEnd | None = None) -> Delta:
         """With what was taken since the last one."""
         text, tokens = sequence.said, sequence.tokens
@@ -237,6 +240,7 @@ class Answer:
             # What a refusal ends may be continued.
             ended = end is not None and end.refusal is None
             text, calls = sequence.tools.push(text, ended)
+            sequence.called |= any(call.whole is not None for call in calls)
         logprobs: Sequence[TokenLogprobs] = ()
         if self.call.logprobs is not None:
             # The client has the tokens that it came with.
@@ -249,11 +253,12 @@ class Answer:
         config = self._config
         return max(config.coalesce_ms / 1000, self._router.unfinished / _CHUNKS_PER_S)
 
-    async def _take(self, sequence: AnswerSequence) -> None:
-        """Make text of what came since; a stop string cancels the request."""
+    async def _take(self, sequence: AnswerSequence, most: int | None = None) -> None:
+        """Make text of what came since, of so many tokens in all `most`; a stop string cancels the
+        request."""
         live = sequence.live
-        while sequence.stop is None and (new := live.tokens[sequence.taken :]):
-            piece = await pushed(sequence.text, new)
+        while sequence.stop is None and (new := live.tokens[sequence.taken : most]):
+            piece = await _pushed(sequence.text, new)
             sequence.taken += piece.tokens
             sequence.said += piece.text
             sequence.tokens += new[: piece.tokens]
@@ -308,7 +313,7 @@ class Answer:
         return live.finish
 
 
-async def pushed(text: TextStream, tokens: Sequence[int]) -> Piece:
+async def _pushed(text: TextStream, tokens: Sequence[int]) -> Piece:
     """Push tokens without holding up other calls."""
     if len(tokens) <= _TEXT_INLINE_TOKENS:
         return text.push(tokens)

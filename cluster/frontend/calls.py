@@ -105,6 +105,9 @@ class GenerateCall:
     ignore_eos: bool = False
     draft_len: int | None = None
     committed_token_ids: Sequence[int] = ()
+    seen_tokens: Sequence[int] = ()
+    """How many tokens of each sequence the client has of an earlier stream of the same call, which
+    are left out; empty: of none any."""
     cache_salt: str = ""
     logit_bias: Mapping[int, float] = field_of(default_factory=dict)
     repetition_penalty: float = 1.0

@@ -17,7 +17,7 @@ from grpc import StatusCode
 
 from cluster.config import ClusterConfig
 from cluster.frontend.admission.control import AdmissionControl, Admitted, Caller
-from cluster.frontend.answer import Answer, pushed
+from cluster.frontend.answer import Answer
 from cluster.frontend.calls import (
     ChatPrompt,
     GenerateCall,
@@ -158,12 +158,10 @@ class FrontendService:
         try:
             for request in requests:
                 text = TextStream(self.text.tokenizer, request.prompt, call.stop)
-                # No pause where there are several: then none has committed tokens.
-                seen = await pushed(text, request.committed)
                 tools = None
                 if call.tools and form:
                     tools = ToolReader(form, call.tools.names, call.tools.parallel)
-                answer.submit(request, text, seen, tools)
+                answer.submit(request, text, tools)
         except BaseException:
             answer.cancel()
             raise

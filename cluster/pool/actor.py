@@ -26,12 +26,10 @@ from cluster.pool.peers import FrontendPeer, WorkerPeer, deliver, requests_of, u
 from cluster.pool.protocol import (
     STOPPING,
     DrainNote,
-    JoinReply,
     LeaveNote,
     PoolFailed,
     PoolState,
     PoolView,
-    ResumeNote,
     StopReply,
 )
 from cluster.transport import Stream
@@ -102,18 +100,19 @@ class PoolActor:
 
     # ------------------------------------------------------------------ workers
 
-    async def join(self, replica_id: str, spec: ReplicaSpec, process: Any) -> JoinReply:
-        """A new membership of a replica; `process` is what `probe` understands."""
+    async def join(self, replica_id: str, spec: ReplicaSpec, process: Any) -> str:
+        """A new membership of a replica, or why there is none; `process` is what `probe`
+        understands."""
         self._wake_up()
         if refused := unlike(spec, self._workers):
             log.error("replica %s is refused: %s", replica_id, refused)
-            return JoinReply(self._incarnation, refused)
+            return refused
         if replica_id not in self._workers:
             log.info("replica %s joins: %s blocks on %s", replica_id, spec.kv_blocks, spec.device)
             self._workers[replica_id] = WorkerPeer(replace(spec, trials=()), process, self._clock())
             self._step(ReplicaJoined(replica_id, spec))
             self._tell_frontends()
-        return JoinReply(self._incarnation)
+        return ""
 
     async def serve_worker(self, replica_id: str, stream: Stream) -> None:
         """Takes results and gives what there is to do until the worker ends the stream."""
@@ -199,9 +198,6 @@ class PoolActor:
             case Cancel(request_id):
                 if request_id in frontend.requests:
                     self._step(message)
-            case ResumeNote(session):
-                if session in self.frontends:
-                    self._lose_frontend(session, "has left")
             case _:
                 frontend.unfinished = message.unfinished
                 frontend.flush()

@@ -59,15 +59,6 @@ class Beat(Message, frozen=True):
 # --------------------------------------------------------------------------- workers
 
 
-@dataclass(frozen=True, slots=True)
-class JoinReply:
-    """The replica is known from now on, and its worker opens a stream in its name."""
-
-    incarnation: str
-    refused: str = ""
-    """Why the replica cannot be in this pool; it is not known then."""
-
-
 class DrainNote(Message, frozen=True):
     """From a worker: no new sequence. From the pool: it has nothing of this replica's any more."""
 
@@ -91,12 +82,6 @@ WORKER = StreamKind(
 # --------------------------------------------------------------------------- frontends
 
 
-class ResumeNote(Message, frozen=True):
-    """The first message of a session: it takes the place of that one, which ends."""
-
-    session: str
-
-
 class PoolState(Message, frozen=True):
     """What the pool says of itself, after all that it sends together."""
 
@@ -112,7 +97,7 @@ class PoolState(Message, frozen=True):
 FrontendMessage = Emit | RecordFailure | Finish | Reject | PoolState
 FRONTEND = StreamKind(
     "Frontend",
-    calling=Decoder(list[Submit | Cancel | ResumeNote | Beat]),
+    calling=Decoder(list[Submit | Cancel | Beat]),
     called=Decoder(list[FrontendMessage]),
 )
 """The stream of one session; its caller is the session's id."""
@@ -164,7 +149,10 @@ def merged_view(shards: Sequence[PoolView], silent: Sequence[str] = ()) -> PoolV
 class PoolPort(Protocol):
     """The pool as workers and frontends see it. Every call may raise `PoolUnreachable`."""
 
-    async def join(self, replica_id: str, spec: ReplicaSpec, process: Any) -> JoinReply: ...
+    async def join(self, replica_id: str, spec: ReplicaSpec, process: Any) -> str:
+        """The replica is known from now on, and its worker opens a stream in its name; or else why
+        it cannot be in this pool."""
+        ...
 
     async def connect(self, kind: StreamKind, name: str) -> Stream:
         """A stream in the name of a replica that has joined, or of a new session."""

@@ -22,7 +22,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from cluster.config import ClusterConfig
 from cluster.metrics import PoolMeter, ray_sink
 from cluster.pool.actor import PoolActor
-from cluster.pool.protocol import FRONTEND, NAMESPACE, WORKER, JoinReply, PoolUnreachable, PoolView
+from cluster.pool.protocol import FRONTEND, NAMESPACE, WORKER, PoolUnreachable, PoolView
 from cluster.transport import Endpoint, Key, Server, Stream, StreamKind, connect
 from scheduler.messages import ReplicaSpec
 
@@ -100,9 +100,9 @@ class RayPool:
         self._opening: asyncio.Task[ActorHandle] | None = None
         self._key = Key()
 
-    async def join(self, replica_id: str, spec: ReplicaSpec, process: Any) -> JoinReply:
-        reply: JoinReply = await self._call("join", replica_id, spec, process)
-        return reply
+    async def join(self, replica_id: str, spec: ReplicaSpec, process: Any) -> str:
+        refused: str = await self._call("join", replica_id, spec, process)
+        return refused
 
     async def connect(self, kind: StreamKind, name: str) -> Stream:
         endpoint: Endpoint = await self._call("endpoint", self._key.public_pem)

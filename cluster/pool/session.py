@@ -29,7 +29,6 @@ from cluster.pool.protocol import (
     PoolPort,
     PoolState,
     PoolUnreachable,
-    ResumeNote,
 )
 from cluster.transport import Stream, StreamLost
 from scheduler.messages import (
@@ -82,7 +81,6 @@ class PoolSession:
         """By the ids that they have in this session."""
         self._counter = 0
         self._session = self._new_id()
-        self._former_session = ""
         self._stream: Stream | None = None
         """None while there is no session."""
         self._answered_s = clock()
@@ -195,8 +193,7 @@ class PoolSession:
         beating = asyncio.get_running_loop().create_task(self._beat(stream))
         try:
             self._stream = stream
-            # Before the requests, so that what that one held is free when they come again.
-            stream.send(ResumeNote(self._former_session), Beat(self._unfinished()))
+            stream.send(Beat(self._unfinished()))
             for live in list(self._live.values()):
                 self._submit(stream, live)
             async for messages in stream.frames():
@@ -221,7 +218,7 @@ class PoolSession:
     def _start_over(self) -> None:
         """All unfinished requests wait for the next session, under new ids."""
         unfinished = list(self._live.values())
-        self._former_session, self._session = self._session, self._new_id()
+        self._session = self._new_id()
         self._live.clear()
         self._unsure.clear()
         self._sent_tokens = 0

@@ -208,11 +208,10 @@ class Worker:
         shard = self._shard
         pool = self._pools[shard]
         self.replica_id = f"{self._name}.{uuid.uuid4().hex[:6]}"
-        joined = await pool.join(self.replica_id, self._spec, self._process)
-        if joined.refused:
-            raise ReplicaUnhealthy(joined.refused)
+        if refused := await pool.join(self.replica_id, self._spec, self._process):
+            raise ReplicaUnhealthy(refused)
         stream = await pool.connect(WORKER, self.replica_id)
-        log.info("replica %s joined pool %s", self.replica_id, joined.incarnation)
+        log.info("replica %s has joined its pool", self.replica_id)
         handed_over = asyncio.Event()
         reading = self._loop.create_task(self._read(stream, handed_over))
         reading.add_done_callback(self._read_all)

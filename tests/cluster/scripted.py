@@ -166,7 +166,10 @@ def worlds(draw: st.DrawFn) -> tuple[Script, pb.GenerateRequest]:
         temperature=draw(st.sampled_from([0.0, 0.7])),
         request_id=draw(st.sampled_from(["", "mine"])),
         timeout_s=100.0,
+        committed_token_ids=tokens[: draw(st.sampled_from([0, 0, 1, 4]))],
     )
+    if request.committed_token_ids and request.temperature:
+        request.seed = 77
     return script, request
 
 

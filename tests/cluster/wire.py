@@ -11,14 +11,7 @@ import grpc
 
 from cluster.config import ClusterConfig
 from cluster.pool.actor import PoolActor
-from cluster.pool.protocol import (
-    FRONTEND,
-    WORKER,
-    FrontendMessage,
-    JoinReply,
-    PoolUnreachable,
-    PoolView,
-)
+from cluster.pool.protocol import FRONTEND, WORKER, FrontendMessage, PoolUnreachable, PoolView
 from cluster.transport.stream import Stream, StreamKind
 from scheduler.status import PoolStatus
 
@@ -102,7 +95,7 @@ class Wire:
         assert self._to_frontend is not None
         self._to_frontend.send(*messages)
 
-    async def join(self, *args: Any) -> JoinReply:
+    async def join(self, *args: Any) -> str:
         return await self._call("join", *args)  # type: ignore[no-any-return]
 
     async def status(self) -> PoolView:

@@ -15,7 +15,7 @@ from grpc_health.v1 import health_pb2
 
 from cluster.frontend.admission.control import Caller
 from cluster.frontend.calls import GenerateCall
-from cluster.frontend.grpc_api.handlers import Unparsed
+from cluster.frontend.grpc_api.handlers import LOCKSTEP, Unparsed
 from cluster.frontend.grpc_api.messages import to_call, to_calls, to_end, to_logprobs
 from cluster.frontend.grpc_api.status import to_status
 from cluster.frontend.service import FrontendService
@@ -23,12 +23,10 @@ from cluster.frontend.status_codes import Refusal, Refused
 from protos import lockstep_pb2 as pb
 from scheduler.errors import InvalidRequest
 
-SERVICE = pb.DESCRIPTOR.services_by_name["Lockstep"].full_name
 _HEALTH = health_pb2.HealthCheckResponse
 _NO_HEALTH_REQUEST = Refusal(
     StatusCode.INVALID_ARGUMENT, "request: no grpc.health.v1.HealthCheckRequest"
 )
-_CHECK_ALONE = Refusal(StatusCode.UNIMPLEMENTED, "of grpc.health.v1 only Check is served")
 _M = TypeVar("_M")
 
 
@@ -130,24 +128,12 @@ class GrpcApi:
     ) -> health_pb2.HealthCheckResponse:
         if isinstance(request, Unparsed):
             refuse(grpc_context, _NO_HEALTH_REQUEST)
-        elif request.service not in ("", SERVICE):
+        elif request.service not in ("", LOCKSTEP.full_name):
             refuse(grpc_context, Refusal(StatusCode.NOT_FOUND, "service: unknown"))
         else:
             ready = self.service.ready()
             return _HEALTH(status=_HEALTH.SERVING if ready else _HEALTH.NOT_SERVING)
         return _HEALTH()
-
-    async def Watch(
-        self, request: object, grpc_context: CallContext
-    ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
-        refuse(grpc_context, _CHECK_ALONE)
-        yield _HEALTH()
-
-    async def List(
-        self, request: object, grpc_context: CallContext
-    ) -> health_pb2.HealthListResponse:
-        refuse(grpc_context, _CHECK_ALONE)
-        return health_pb2.HealthListResponse()
 
 
 def caller_of(context: CallContext) -> Caller:

@@ -1,20 +1,26 @@
-"""What Serve's gRPC proxy registers: the generated handlers, but they take any bytes.
+"""What Serve's gRPC proxy registers: handlers of the served methods that take any bytes.
 
 The proxy parses requests, and gRPC answers what does not parse with UNKNOWN, which tells a client
 nothing. With these handlers such bytes reach the frontend as `Unparsed`, which says what is wrong.
+Of a method that is not registered gRPC itself says that it is UNIMPLEMENTED.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import grpc
+from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from google.protobuf.message import DecodeError
-from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server as _add_health
+from google.protobuf.message_factory import GetMessageClass
+from grpc_health.v1 import health_pb2
 
-from protos.lockstep_pb2_grpc import add_LockstepServicer_to_server as _add_lockstep
+from protos import lockstep_pb2 as pb
+
+LOCKSTEP: ServiceDescriptor = pb.DESCRIPTOR.services_by_name["Lockstep"]
+_HEALTH: ServiceDescriptor = health_pb2.DESCRIPTOR.services_by_name["Health"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,36 +31,26 @@ class Unparsed:
 
 
 def add_LockstepServicer_to_server(servicer: Any, server: Any) -> None:
-    _add_lockstep(servicer, _Tolerant(server))  # type: ignore[no-untyped-call]
+    _add(LOCKSTEP, LOCKSTEP.methods, servicer, server)
 
 
 def add_HealthServicer_to_server(servicer: Any, server: Any) -> None:
-    _add_health(servicer, _Tolerant(server))
+    _add(_HEALTH, [_HEALTH.methods_by_name["Check"]], servicer, server)
 
 
-class _Tolerant:
-    """A server whose handlers take any bytes."""
-
-    def __init__(self, server: Any) -> None:
-        self._server = server
-
-    def add_generic_rpc_handlers(self, handlers: Any) -> None:
-        for handler in handlers:
-            # The generated class keeps its methods here, and Serve itself looks for them here.
-            handler._method_handlers = _tolerant(handler._method_handlers)
-        self._server.add_generic_rpc_handlers(handlers)
-
-    def add_registered_method_handlers(
-        self, service: str, handlers: Mapping[str, grpc.RpcMethodHandler]
-    ) -> None:
-        self._server.add_registered_method_handlers(service, _tolerant(handlers))
-
-
-def _tolerant(handlers: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        name: handler._replace(request_deserializer=_parser(handler.request_deserializer))
-        for name, handler in handlers.items()
-    }
+def _add(
+    service: ServiceDescriptor, methods: Iterable[MethodDescriptor], servicer: Any, server: Any
+) -> None:
+    handlers = {}
+    for method in methods:
+        streams = method.server_streaming
+        made = (
+            grpc.unary_stream_rpc_method_handler if streams else grpc.unary_unary_rpc_method_handler
+        )
+        parse = _parser(GetMessageClass(method.input_type).FromString)
+        handlers[method.name] = made(getattr(servicer, method.name), parse)
+    generic = grpc.method_handlers_generic_handler(service.full_name, handlers)
+    server.add_generic_rpc_handlers((generic,))
 
 
 def _parser(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:

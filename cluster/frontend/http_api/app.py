@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import logging
 
-from fastapi import FastAPI, Request
+from fastapi import Depends, FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
-from fastapi.responses import PlainTextResponse, Response
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from grpc import StatusCode
 from starlette.exceptions import HTTPException
 
-from cluster.frontend.http_api.body import BodyReader
-from cluster.frontend.http_api.errors import UNEXPECTED, refusal_response
-from cluster.frontend.http_api.guard import HttpGuard
+from cluster.frontend.http_api.errors import UNEXPECTED, error_body, refusal_response
+from cluster.frontend.http_api.guard import guard_of
 from cluster.frontend.http_api.openai_api import openai_router
 from cluster.frontend.http_api.tokens_api import tokens_router
 from cluster.frontend.service import FrontendService
@@ -28,9 +27,8 @@ def http_app(service: FrontendService) -> FastAPI:
     sends one: to set it here would send it twice.
     """
     app = FastAPI(title="Lockstep", docs_url=None, redoc_url=None, openapi_url=None)
-    app.add_middleware(HttpGuard, config=service.config)
     if origins := service.config.server.http_origins:
-        # The outer one: it answers a browser that asks whether it may send JSON.
+        # It answers a browser that asks whether it may send JSON.
         app.add_middleware(
             CORSMiddleware,
             allow_origins=origins,
@@ -45,20 +43,20 @@ def http_app(service: FrontendService) -> FastAPI:
         return refusal_response(error.refusal)
 
     @app.exception_handler(HTTPException)
-    async def unrouted(request: Request, error: HTTPException) -> Response:
+    async def unserved(request: Request, error: HTTPException) -> Response:
+        status, message = error.status_code, error.detail
         # The router's own: it knows no such path, or the path takes another method.
-        code = StatusCode.NOT_FOUND if error.status_code == 404 else StatusCode.UNIMPLEMENTED
-        message = f"{request.method} {request.url.path}: {error.detail}"
-        response = refusal_response(Refusal(code, message))
-        response.headers.update(error.headers or {})
-        return response
+        code = {404: StatusCode.NOT_FOUND, 405: StatusCode.UNIMPLEMENTED}.get(status)
+        if code is not None:
+            message = f"{request.method} {request.url.path}: {message}"
+        refusal = Refusal(code or StatusCode.INVALID_ARGUMENT, message)
+        body = error_body(refusal.code.name, refusal.short_message, status)
+        return JSONResponse(body, status, error.headers)
 
     @app.exception_handler(Exception)
     async def unexpected(request: Request, error: Exception) -> Response:
         log.error("%s failed", request.url.path, exc_info=error)
         return refusal_response(UNEXPECTED)
-
-    bodies = BodyReader(service.config.frontend.message_bytes_max)
 
     @app.get("/healthz")
     async def healthz() -> PlainTextResponse:
@@ -69,6 +67,7 @@ def http_app(service: FrontendService) -> FastAPI:
         ready = service.ready()
         return PlainTextResponse(*(("ready", 200) if ready else ("no replica is ready", 503)))
 
-    app.include_router(openai_router(service, bodies))
-    app.include_router(tokens_router(service, bodies))
+    guard = Depends(guard_of(service.config))
+    app.include_router(openai_router(service), dependencies=[guard])
+    app.include_router(tokens_router(service), dependencies=[guard])
     return app

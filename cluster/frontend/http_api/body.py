@@ -19,35 +19,24 @@ _PARSE_INLINE_BYTES = 16_384
 T = TypeVar("T")
 
 
-class BodyReader:
-    """Of one frontend process."""
+async def read_body(request: Request, bytes_max: int, parse: Callable[[dict[str, Any]], T]) -> T:
+    """What `parse` makes of the body's fields; it may raise InvalidRequest, too.
 
-    def __init__(self, bytes_max: int) -> None:
-        self._bytes_max = bytes_max
-        # Long bodies one after the other: several would take longer all together, and more memory.
-        self._parsing = asyncio.Lock()
-
-    async def read(self, request: Request, parse: Callable[[dict[str, Any]], T]) -> T:
-        """What `parse` makes of the body's fields; it may raise InvalidRequest, too.
-
-        Raises InvalidRequest for a body that is too long, too slow or no JSON object.
-        """
-        body = bytearray()
-        try:
-            async with asyncio.timeout(_BODY_S):
-                async for part in request.stream():
-                    body += part
-                    if len(body) > self._bytes_max:
-                        raise InvalidRequest(
-                            "request", f"the body has more than {self._bytes_max} bytes"
-                        )
-        except TimeoutError:
-            reason = f"the body did not come within {_BODY_S:.0f} s"
-            raise InvalidRequest("request", reason) from None
-        if len(body) <= _PARSE_INLINE_BYTES:
-            return _parsed(body, parse)
-        async with self._parsing:
-            return await asyncio.to_thread(_parsed, body, parse)
+    Raises InvalidRequest for a body that is too long, too slow or no JSON object.
+    """
+    body = bytearray()
+    try:
+        async with asyncio.timeout(_BODY_S):
+            async for part in request.stream():
+                body += part
+                if len(body) > bytes_max:
+                    raise InvalidRequest("request", f"the body has more than {bytes_max} bytes")
+    except TimeoutError:
+        reason = f"the body did not come within {_BODY_S:.0f} s"
+        raise InvalidRequest("request", reason) from None
+    if len(body) <= _PARSE_INLINE_BYTES:
+        return _parsed(body, parse)
+    return await asyncio.to_thread(_parsed, body, parse)
 
 
 def _parsed(body: bytearray, parse: Callable[[dict[str, Any]], T]) -> T:

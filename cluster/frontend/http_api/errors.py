@@ -49,10 +49,6 @@ def error_body(code: str, message: str, status: int, param: str = "") -> dict[st
     return {"error": {"message": message, "type": kind, "param": param or None, "code": code}}
 
 
-def error_response(code: str, message: str, status: int) -> JSONResponse:
-    return JSONResponse(error_body(code, message, status), status_code=status)
-
-
 def refusal_response(refusal: Refusal) -> JSONResponse:
     headers = dict(refusal.headers)
     if refusal.code is StatusCode.UNAUTHENTICATED:

@@ -10,20 +10,17 @@ from typing import NamedTuple
 from scheduler.errors import InvalidRequest
 
 _FIELD = "last-event-id"
-_PLACE = r"\d{1,9}\.\d{1,9}\.\d{1,9}"
+_PLACE = r"\d{1,9}e?"
 _FORM = re.compile(
     rf"((?:chat)?cmpl-[0-9a-f]{{32}}):(\d{{1,19}}):({_PLACE}(?:,{_PLACE})*)(:usage)?", re.ASCII
 )
 
 
 class Place(NamedTuple):
-    """How far a client is with one sequence."""
+    """How far a client is with one sequence. Each event has tokens or the end, or both."""
 
     tokens: int = 0
-    said: int = 0
-    """Characters of the content, and one each for what opens the stream and what ends it."""
-    called: int = 0
-    """Of tool calls: one for each name, and the characters of the arguments."""
+    ended: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +37,7 @@ class EventId:
     """Whether it is the usage's, which ends the stream."""
 
     def __str__(self) -> str:
-        places = ",".join(".".join(map(str, place)) for place in self.places)
+        places = ",".join(f"{tokens}" + "e" * ended for tokens, ended in self.places)
         return f"{self.answer}:{self.seed}:{places}" + (":usage" if self.told_usage else "")
 
     @classmethod
@@ -51,7 +48,7 @@ class EventId:
         if (found := _FORM.fullmatch(text)) is None:
             raise InvalidRequest(_FIELD, "is no id of an event of ours")
         answer, seed, told, usage = found.groups()
-        places = [Place(*map(int, one.split("."))) for one in told.split(",")]
+        places = [Place(int(one.rstrip("e")), one.endswith("e")) for one in told.split(",")]
         if len(places) != sequences:
             raise InvalidRequest(
                 _FIELD, f"is of an answer with {len(places)} sequences, not {sequences}"

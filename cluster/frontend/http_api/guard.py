@@ -1,4 +1,4 @@
-"""What keeps web pages out: Host, Origin and Content-Type of every HTTP request.
+"""What keeps web pages out: Host, Origin and Content-Type of HTTP requests.
 
 A page of any site can make a browser on this machine send requests here. It cannot choose these
 three headers. Host must be no name that others may own (DNS rebinding), Origin must be this very
@@ -8,41 +8,30 @@ host, and a body must be JSON, which a browser sends to no other host unasked.
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from urllib.parse import urlsplit
 
+from fastapi import HTTPException, Request
 from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cluster.config import ClusterConfig
-from cluster.frontend.http_api.errors import error_response
 
-HEALTH = ("/healthz", "/readyz")
-"""Open to every caller by whatever name: they tell nothing of requests."""
 _DEFAULT_PORTS = {"http": ":80", "https": ":443"}
 
 
-class HttpGuard:
-    """ASGI middleware that answers a request by itself if it is not to be served."""
+def guard_of(config: ClusterConfig) -> Callable[[Request], Awaitable[None]]:
+    """A dependency of routes, which raises HTTPException for a request that is not to be served.
+    What tells nothing of requests does without: it is open to every caller by whatever name."""
+    # A page has no key, so with keys any name may be used.
+    hosts = None if config.auth.has_keys else config.server.http_hosts
 
-    def __init__(self, app: ASGIApp, config: ClusterConfig) -> None:
-        self._app = app
-        server = config.server
-        # A page has no key, so with keys any name may be used.
-        self._hosts = None if config.auth.has_keys else server.http_hosts
-        self._origins = server.http_origins
+    async def guard(request: Request) -> None:
+        origins = config.server.http_origins
+        refused = refusal_of_headers(request.method, request.headers, hosts, origins)
+        if refused is not None:
+            raise HTTPException(*refused)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in HEALTH:
-            refused = refusal_of_headers(
-                scope["method"], Headers(scope=scope), self._hosts, self._origins
-            )
-            if refused is not None:
-                status, reason = refused
-                response = error_response("INVALID_ARGUMENT", reason, status)
-                await response(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
+    return guard
 
 
 def refusal_of_headers(

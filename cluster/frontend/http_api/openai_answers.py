@@ -6,20 +6,19 @@ import json
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import chain, pairwise, zip_longest
-from operator import add, sub
+from dataclasses import dataclass
+from itertools import chain, zip_longest
 from typing import Any
 
 from cluster.frontend.answer import Answer, AnswerSequence
-from cluster.frontend.calls import Delta, SequenceEnd
+from cluster.frontend.calls import Delta, GenerateCall, SequenceEnd, TextPrompt
 from cluster.frontend.http_api.event_id import EventId, Place
 from cluster.frontend.http_api.openai_models import AnyRequest, ChatRequest
 from cluster.frontend.target_text import TargetText
 from cluster.frontend.text import special_ids
 from cluster.frontend.tools import CallDelta, ToolCall
 from scheduler.decoding import TokenLogprobs
-from scheduler.messages import FinishReason, Usage
+from scheduler.messages import FinishReason
 
 _FINISH_REASONS: Mapping[FinishReason, str] = {
     FinishReason.STOP: "stop",
@@ -32,23 +31,15 @@ class _Written:
     """One sequence as far as it was written."""
 
     sequence: AnswerSequence
-    skip: Place
-    """What the client has of an earlier stream."""
+    place: Place
+    """How far the client is."""
     echo: str
     """The prompt as its text repeats it."""
-    called: bool
-    """Whether it has called a tool; at first in its committed tokens."""
+    passed_over: int
+    """Tokens at its beginning that the client has of an earlier stream, and that are in no place of
+    the text yet."""
     chars: int = 0
     """Of the texts of its tokens, the prompt's with `echo`: where the next token begins."""
-    place: Place = field(default_factory=Place)
-    """How far the events went, those included that were left out."""
-
-    def go_on(self, tokens: int = 0, said: int = 0, called: int = 0) -> Place:
-        """Move on by so much; how much of it the client has already."""
-        at, steps = self.place, Place(tokens, said, called)
-        self.place = Place(*map(add, at, steps))
-        ahead = map(sub, self.skip, at)
-        return Place(*(max(0, min(pair)) for pair in zip(steps, ahead, strict=True)))
 
     @property
     def told_of_prompt(self) -> list[tuple[int, TokenLogprobs | None]]:
@@ -56,11 +47,6 @@ class _Written:
         before a replica had it."""
         told = chain([None], self.sequence.prompt_logprobs)
         return list(zip_longest(self.sequence.prompt, told))
-
-    @property
-    def at(self) -> Place:
-        """How far the client is."""
-        return Place(*map(max, self.place, self.skip))
 
 
 class OpenAIAnswer:
@@ -86,82 +72,78 @@ class OpenAIAnswer:
     def begin(self, answer: Answer) -> None:
         self._seed = answer.seed(0) or 0
         sequences = answer.sequences
-        skips = [Place()] * len(sequences) if self._last is None else self._last.places
+        places = [Place()] * len(sequences) if self._last is None else self._last.places
         self._written = [
-            _Written(sequence, skip, self._echo(sequence), sequence.called)
-            for sequence, skip in zip(sequences, skips, strict=True)
+            _Written(sequence, place, self._echo(answer.call, sequence), place.tokens)
+            for sequence, place in zip(sequences, places, strict=True)
         ]
 
     def whole(self, deltas: Iterable[Delta]) -> dict[str, Any]:
         """`deltas`: one of each sequence, with all of it."""
-        choices = []
-        for delta in sorted(deltas, key=lambda delta: delta.index):
-            one = self._take(delta)
-            told = [*self._of_prompt(one), *zip(delta.tokens, delta.logprobs, strict=False)]
-            text = one.echo + delta.text
-            said = self._said(text, told, one, whole=True)
-            if calls := [_called(call.whole) for call in delta.calls if call.whole is not None]:
-                said["message"] |= {"content": text or None, "tool_calls": calls}
-            if self.asked.return_token_ids:
-                said |= {
-                    "token_ids": list(delta.tokens),
-                    "prompt_token_ids": list(one.sequence.prompt),
-                }
-            if self.asked.prompt_logprobs is not None:
-                said["prompt_logprobs"] = self._prompt_logprobs(one)
-            choices.append(self._choice(delta.index, said, delta.end, one))
-        return self._object(choices, chunk=False) | self._costs()
+        choices = [self._choice(delta) for delta in sorted(deltas, key=lambda delta: delta.index)]
+        return self._object(choices, chunk=False) | {"usage": self._usage()}
 
     def event(self, said: Mapping[str, Any], told_usage: bool = False) -> str:
         """As it is sent, with its id."""
-        places = [one.at for one in self._written]
+        places = [one.place for one in self._written]
         name = EventId(self.id, self._seed, places, told_usage)
         return f"id: {name}\ndata: {json.dumps(said)}\n\n"
 
-    def events(self, delta: Delta) -> Iterator[str]:
-        """What the client has already is left out."""
-        one, index, end = self._take(delta), delta.index, delta.end
-        first: dict[str, Any] = {}
-        if one.place == Place():
-            opening = self._opening(one)
-            if not one.go_on(said=1).said:
-                if self.asked.return_token_ids:
-                    first = {"prompt_token_ids": list(one.sequence.prompt)}
-                if opening is not None:
-                    yield self._chunk(index, opening | first, None, one)
-                    first = {}
-        seen = one.go_on(len(delta.tokens), len(delta.text))
-        if seen.tokens and self.asked.top_logprobs_wanted is not None:
-            names = ((token, self._name(token)) for token in delta.tokens[: seen.tokens])
-            one.chars += sum(self._width(*token, one) for token in names)
-        told = list(zip(delta.tokens, delta.logprobs, strict=False))[seen.tokens :]
-        text, tokens = delta.text[seen.said :], delta.tokens[seen.tokens :]
-        said, new = self._said(text, told, one, whole=False), bool(text or tokens)
-        if self.asked.return_token_ids:
-            said |= first | {"token_ids": list(tokens)}
-        for call in delta.calls:
-            for part in _call_parts(call, one):
-                said["delta"]["tool_calls"] = [part]
-                yield self._chunk(index, said, None, one)
-                said, new = self._said("", [], one, whole=False), False
-        ends = end is not None and not one.go_on(said=1).said
-        if new or ends:
-            yield self._chunk(index, said, end if ends else None, one)
+    def next_event(self, delta: Delta) -> str | None:
+        """None: the client has it already."""
+        choice = self._choice(delta)
+        one = self._written[delta.index]
+        if one.place.ended:
+            return None
+        one.place = Place(one.place.tokens + len(delta.tokens), delta.end is not None)
+        return self.event(self._object([choice]) | ({"usage": None} if self._with_usage else {}))
 
     def last_events(self) -> Iterator[str]:
         if self._with_usage and not (self._last is not None and self._last.told_usage):
-            yield self.event(self._object([]) | self._costs(), told_usage=True)
+            yield self.event(self._object([]) | {"usage": self._usage()}, told_usage=True)
         yield "data: [DONE]\n\n"
 
     # ------------------------------------------------------------------ parts
 
-    def _take(self, delta: Delta) -> _Written:
-        """The sequence that it belongs to."""
-        if delta.end is not None:
-            self._ends[delta.index] = delta.end
-        one = self._written[delta.index]
-        one.called |= any(call.whole is not None for call in delta.calls)
-        return one
+    def _choice(self, delta: Delta) -> dict[str, Any]:
+        """What a delta adds to its choice; the first one has what is said of the prompt."""
+        one, asked, end = self._written[delta.index], self.asked, delta.end
+        first = one.place == Place()
+        told = [
+            *(self._of_prompt(one) if first else ()),
+            *zip(delta.tokens, delta.logprobs, strict=False),
+        ]
+        text = one.echo * first + delta.text
+        said: dict[str, Any] = {"text": text}
+        if self._chat:
+            said = self._turn(text, delta.calls, first)
+        said["logprobs"] = None
+        if asked.top_logprobs_wanted is not None:
+            logprobs = self._chat_logprobs(told) if self._chat else self._logprobs(told, one)
+            said["logprobs"] = logprobs
+        if asked.return_token_ids:
+            said["token_ids"] = list(delta.tokens)
+            said |= {"prompt_token_ids": list(one.sequence.prompt)} if first else {}
+        if first and asked.prompt_logprobs is not None:
+            said["prompt_logprobs"] = self._prompt_logprobs(one)
+        reason = None
+        if end is not None:
+            self._ends[delta.index] = end
+            reason = _FINISH_REASONS.get(end.reason)
+            if reason == "stop" and one.sequence.called:
+                reason = "tool_calls"
+        return {"index": delta.index, **said, "finish_reason": reason}
+
+    def _turn(self, text: str, calls: Sequence[CallDelta], first: bool) -> dict[str, Any]:
+        """The assistant's whole turn, or what a delta adds to it."""
+        if not self.asked.stream:
+            turn: dict[str, Any] = {"role": "assistant", "content": text}
+            if made := [_called(call.whole) for call in calls if call.whole is not None]:
+                turn |= {"content": text or None, "tool_calls": made}
+            return {"message": turn}
+        turn = {"role": "assistant"} if first else {}
+        turn |= {"content": text} if text or first else {}
+        return {"delta": turn | ({"tool_calls": _call_parts(calls)} if calls else {})}
 
     def _usage(self) -> dict[str, Any]:
         """A prompt counts once, however many choices it has."""
@@ -184,45 +166,6 @@ class OpenAIAnswer:
             },
         }
 
-    def _costs(self) -> dict[str, Any]:
-        """The usage, and for a single sequence that had drafts how speculation went."""
-        costs: dict[str, Any] = {"usage": self._usage()}
-        if len(self._ends) == 1:
-            [end] = self._ends.values()
-            if end.usage.draft_tokens:
-                costs["metrics"] = {"speculative_decoding": _speculation(end.usage)}
-        return costs
-
-    def _opening(self, one: _Written) -> dict[str, Any] | None:
-        """What a stream begins with, before the first new token."""
-        told = self.asked.prompt_logprobs is not None
-        if self._chat:
-            said: dict[str, Any] = {"delta": {"role": "assistant", "content": ""}, "logprobs": None}
-        elif self.asked.echoes or told:
-            said = self._said(one.echo, self._of_prompt(one), one, whole=False)
-        else:
-            return None
-        return said | ({"prompt_logprobs": self._prompt_logprobs(one)} if told else {})
-
-    def _said(
-        self,
-        text: str,
-        told: Sequence[tuple[int, TokenLogprobs | None]],
-        one: _Written,
-        whole: bool,
-    ) -> dict[str, Any]:
-        """Text and log-probabilities of a choice; moves `one` on by the tokens told of."""
-        logprobs = None
-        if self.asked.top_logprobs_wanted is not None:
-            logprobs = self._chat_logprobs(told) if self._chat else self._logprobs(told, one)
-        if not self._chat:
-            return {"text": text, "logprobs": logprobs}
-        if whole:
-            said: dict[str, Any] = {"message": {"role": "assistant", "content": text}}
-        else:
-            said = {"delta": {"content": text} if text else {}}
-        return said | {"logprobs": logprobs}
-
     def _of_prompt(self, one: _Written) -> list[tuple[int, TokenLogprobs | None]]:
         """The prompt's tokens and theirs, where they are echoed."""
         if not self.asked.echoes or self.asked.top_logprobs_wanted is None:
@@ -232,6 +175,12 @@ class OpenAIAnswer:
     def _logprobs(
         self, told: Sequence[tuple[int, TokenLogprobs | None]], one: _Written
     ) -> dict[str, Any]:
+        """Moves `one` on by the tokens told of."""
+        if one.passed_over:
+            before, one.passed_over = one.passed_over, 0
+            at = len(self.asked.committed_token_ids)
+            seen = one.sequence.live.tokens[at : at + before]
+            self._logprobs([*self._of_prompt(one), *((token, None) for token in seen)], one)
         rows: list[tuple[str, float | None, dict[str, float] | None, int]] = []
         for token, said in told:
             name, top = self._name(token), dict[str, float]()
@@ -285,29 +234,14 @@ class OpenAIAnswer:
         shown = token not in special_ids(self._text.tokenizer)
         return len(name) if shown or one.echo.startswith(name, one.chars) else 0
 
-    def _echo(self, sequence: AnswerSequence) -> str:
+    def _echo(self, call: GenerateCall, sequence: AnswerSequence) -> str:
         """What the text of a sequence repeats of its prompt."""
         if not self.asked.echoes:
             return ""
-        given = self.asked.prompt_text(sequence.index // self.asked.n)
-        if given is not None:
-            return given
+        prompt = call.prompts[sequence.index // call.choices]
+        if isinstance(prompt, TextPrompt):
+            return prompt.text
         return self._text.tokenizer.decode(list(sequence.prompt), skip_special_tokens=False)
-
-    def _chunk(
-        self, index: int, said: dict[str, Any], end: SequenceEnd | None, one: _Written
-    ) -> str:
-        """An event."""
-        chunk = self._object([self._choice(index, said, end, one)])
-        return self.event(chunk | ({"usage": None} if self._with_usage else {}))
-
-    def _choice(
-        self, index: int, said: dict[str, Any], end: SequenceEnd | None, one: _Written
-    ) -> dict[str, Any]:
-        reason = None if end is None else _FINISH_REASONS.get(end.reason)
-        if reason == "stop" and one.called:
-            reason = "tool_calls"
-        return {"index": index, **said, "finish_reason": reason}
 
     def _object(self, choices: list[dict[str, Any]], chunk: bool = True) -> dict[str, Any]:
         kind = "chat.completion" + ".chunk" * chunk if self._chat else "text_completion"
@@ -320,29 +254,18 @@ class OpenAIAnswer:
         }
 
 
-def _call_parts(call: CallDelta, one: _Written) -> Iterator[dict[str, Any]]:
-    """First the name, then the arguments as they come; `one` moves on by each part."""
-    if call.name and not one.go_on(called=1).called:
-        yield {"index": call.index, **_called(ToolCall(call.name, "", call.id))}
-    seen = one.go_on(called=len(call.arguments)).called
-    if arguments := call.arguments[seen:]:
-        yield {"index": call.index, "function": {"arguments": arguments}}
+def _call_parts(calls: Iterable[CallDelta]) -> list[dict[str, Any]]:
+    """Of each call what comes next: first its name, and the arguments as they come."""
+    parts: dict[int, dict[str, Any]] = {}
+    for call in calls:
+        part = parts.setdefault(call.index, {"index": call.index, "function": {"arguments": ""}})
+        if call.name:
+            part |= {"id": call.id, "type": "function"}
+            part["function"]["name"] = call.name
+        part["function"]["arguments"] += call.arguments
+    return list(parts.values())
 
 
 def _called(call: ToolCall) -> dict[str, Any]:
     function = {"name": call.name, "arguments": call.arguments}
     return {"id": call.id, "type": "function", "function": function}
-
-
-def _speculation(usage: Usage) -> dict[str, Any]:
-    """In vLLM's shape, which benchmarks read. A step always emits a token besides the accepted."""
-    reached = (usage.steps, *usage.accepted_at, 0)
-    return {
-        "mean_acceptance_length": (usage.steps + usage.accepted_tokens) / usage.steps,
-        "draft_acceptance_rate": usage.accepted_tokens / usage.draft_tokens,
-        # Entry j: the steps that accepted exactly j tokens.
-        "acceptance_histogram": [at_least - more for at_least, more in pairwise(reached)],
-        "num_accepted_draft_tokens": usage.accepted_tokens,
-        "num_draft_tokens": usage.draft_tokens,
-        "num_spec_steps": usage.steps,
-    }

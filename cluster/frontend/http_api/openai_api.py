@@ -15,7 +15,7 @@ from fastapi.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from cluster.frontend.calls import Delta, GenerateCall
-from cluster.frontend.http_api.body import BodyReader
+from cluster.frontend.http_api.body import read_body
 from cluster.frontend.http_api.errors import (
     UNEXPECTED,
     check_model,
@@ -37,8 +37,8 @@ from cluster.frontend.status_codes import Refused
 log = logging.getLogger("lockstep.frontend")
 
 
-def openai_router(service: FrontendService, bodies: BodyReader) -> APIRouter:
-    router = APIRouter()
+def openai_router(service: FrontendService) -> APIRouter:
+    router, bytes_max = APIRouter(), service.config.frontend.message_bytes_max
     served = {
         "id": service.config.model_name,
         "object": "model",
@@ -69,14 +69,15 @@ def openai_router(service: FrontendService, bodies: BodyReader) -> APIRouter:
     async def answered(request: Request, kind: type[AnyRequest]) -> Response:
         caller = checked_caller(service, request)
         with service.refusals():
-            asked = await bodies.read(request, partial(parse_request, kind))
+            asked = await read_body(request, bytes_max, partial(parse_request, kind))
             check_model(service, asked.model)
             call = asked.to_call(caller, request.headers.get("x-request-id", ""))
             last = None
             if (name := request.headers.get("last-event-id")) is not None:
                 last = EventId.parse(name, call.sequences, call.stream)
                 # With its seed the stream is the same again.
-                call = replace(call, drawn_seed=last.seed)
+                seen = [place.tokens for place in last.places]
+                call = replace(call, drawn_seed=last.seed, seen_tokens=seen)
             shape = OpenAIAnswer(asked, service.text, last)
             call = replace(call, request_id=call.request_id or shape.id)
         return _CallResponse(service, call, shape)
@@ -111,7 +112,7 @@ class _CallResponse(Response):
                     if not streaming:
                         streaming = True
                         await _start(send)
-                    for event in shape.events(delta):
+                    if (event := shape.next_event(delta)) is not None:
                         await _send_event(send, event)
             if not streaming:
                 await JSONResponse(shape.whole(deltas))(scope, receive, send)

@@ -102,10 +102,6 @@ class _Request(Strict, BaseModel):  # BaseModel is named for the linter, which l
         """Whether the text begins with the prompt."""
         return False
 
-    def prompt_text(self, index: int) -> str | None:
-        """The prompt of this number where it was given as text."""
-        return None
-
     @property
     def structure(self) -> Structure | None:
         """What the new text must be."""
@@ -209,10 +205,6 @@ class CompletionRequest(_Request):
     @property
     def echoes(self) -> bool:
         return self.echo
-
-    def prompt_text(self, index: int) -> str | None:
-        given = self.prompt[index]
-        return given if isinstance(given, str) else None
 
     @property
     def prompts(self) -> tuple[Prompt, ...]:

@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from pydantic import model_validator
 
 from cluster.frontend.calls import ChatPrompt, TextPrompt, check_prompt
-from cluster.frontend.http_api.body import BodyReader
+from cluster.frontend.http_api.body import read_body
 from cluster.frontend.http_api.errors import check_model, checked_caller
 from cluster.frontend.http_api.openai_fields import Message, without_nulls
 from cluster.frontend.service import FrontendService
@@ -67,8 +67,8 @@ class Detokenize(_Asked):
 _A = TypeVar("_A", bound=_Asked)
 
 
-def tokens_router(service: FrontendService, bodies: BodyReader) -> APIRouter:
-    router = APIRouter()
+def tokens_router(service: FrontendService) -> APIRouter:
+    router, bytes_max = APIRouter(), service.config.frontend.message_bytes_max
 
     @router.get("/health")
     async def health() -> PlainTextResponse:
@@ -80,7 +80,9 @@ def tokens_router(service: FrontendService, bodies: BodyReader) -> APIRouter:
         return JSONResponse({"version": version("lockstep")})
 
     async def read(request: Request, kind: type[_A]) -> _A:
-        asked = await bodies.read(request, lambda given: validated(kind, without_nulls(given)))
+        asked = await read_body(
+            request, bytes_max, lambda given: validated(kind, without_nulls(given))
+        )
         if asked.model is not None:
             check_model(service, asked.model)
         return asked

@@ -14,7 +14,7 @@ from hypothesis import example, given, strategies as st
 
 from cluster.client import RetryPolicy
 from cluster.client.core import Core
-from cluster.client.retry import Attempts, StreamBroken, retry_after_s
+from cluster.client.retry import Attempts, StreamBroken
 from protos import lockstep_pb2 as pb
 from tests.cluster.scripted import ACTOR_DIED
 
@@ -157,27 +157,6 @@ def test_what_only_a_server_can_have_done_shows_that_one_was_reached(
     broken.error = LOST
     with pytest.raises(PausedError if reached else grpc.RpcError):
         asyncio.run(core.generate(pb.GenerateRequest(prompt="x")))
-
-
-def test_overload_is_asked_again_only_if_wanted_and_not_before_its_time() -> None:
-    full = error_of(StatusCode.RESOURCE_EXHAUSTED, (("retry-after", "3.5"),))
-    assert Attempts(RetryPolicy(), 0.0).pause_s(full, 0.0, reached=True) is None
-    patient = RetryPolicy(overloaded=True, backoff_s=0.1)
-    in_time = Attempts(patient, 0.0, (5.0,)).pause_s(full, 0.0, reached=True)
-    assert 3.5 < in_time <= 3.6
-    late = Attempts(patient, 0.0, (5.0,))
-    assert late.pause_s(full, 1.6, reached=True) is None, "the server's pause is not cut short"
-    assert not late.is_over(1.6)
-
-
-@pytest.mark.parametrize(
-    ("value", "seconds"), [("2", 2.0), ("0.25", 0.25), ("-1", 0.0), ("soon", None), ("", None)]
-)
-def test_retry_after_is_read_with_care(value: str, seconds: float | None) -> None:
-    assert retry_after_s(error_of(StatusCode.RESOURCE_EXHAUSTED, (("retry-after", value),))) == (
-        seconds
-    )
-    assert retry_after_s(LOST) is None
 
 
 @pytest.mark.parametrize(

@@ -105,12 +105,66 @@ async def post(
     return await http(app, body, path=path, headers=headers)
 
 
+Event = tuple[str, dict[str, Any]]
+"""Its id and its data."""
+
+
+def numbered(answer: Answer) -> list[Event]:
+    """Events by their ids; the last one is empty where the stream came to its proper end."""
+    assert answer.status == 200
+    *parts, nothing = answer.body.decode().split("\n\n")
+    assert nothing == ""
+    found = []
+    for part in parts:
+        name, _, data = part.rpartition("data: ")
+        said = {} if data == "[DONE]" else json.loads(data)
+        found.append((name.removeprefix("id: ").removesuffix("\n"), said))
+    return found
+
+
 def events(answer: Answer) -> list[dict[str, Any]]:
     """Of a stream that came to its proper end."""
-    assert (answer.status, answer.headers["content-type"]) == (200, "text/event-stream")
-    lines = answer.body.decode().split("\n\n")
-    assert lines[-2:] == ["data: [DONE]", ""]
-    return [json.loads(line.partition("data: ")[2]) for line in lines[:-2]]
+    assert answer.headers["content-type"] == "text/event-stream"
+    *told, (_, nothing) = numbered(answer)
+    assert nothing == {}
+    return [said for _, said in told]
+
+
+def together(events: list[Event]) -> dict[str, Any]:
+    """What a client makes of them; the ids of calls are as random as the times."""
+    events = [event for event in events if event[1]]
+    [answer] = {said["id"] for _, said in events}
+    choices: dict[int, dict[str, Any]] = {}
+    usages = []
+    for _, said in events:
+        if not said["choices"]:
+            usages.append(said["usage"]["completion_tokens"])
+            continue
+        [one] = said["choices"]
+        new = {"text": "", "ids": [], "logprobs": [], "calls": {}, "roles": 0}
+        new |= {"prompts": [], "prompt_ids": [], "reasons": []}
+        assert one["index"] not in choices or "prompt_token_ids" not in one, "in the first one"
+        choice = choices.setdefault(one["index"], new)
+        delta = one.get("delta", {})
+        choice["roles"] += "role" in delta
+        choice["text"] += one.get("text", delta.get("content", ""))
+        choice["ids"] += one.get("token_ids", [])
+        told = one["logprobs"] or {}
+        rows = zip(*told.values(), strict=True) if "tokens" in told else told.get("content", ())
+        choice["logprobs"] += rows
+        for part in delta.get("tool_calls", ()):
+            function = part["function"]
+            if "id" in part:
+                assert part["type"] == "function"
+                assert part["index"] not in choice["calls"]
+                choice["calls"][part["index"]] = [function["name"], ""]
+            choice["calls"][part["index"]][1] += function["arguments"]
+        choice["prompts"] += [one["prompt_logprobs"]] if "prompt_logprobs" in one else []
+        choice["prompt_ids"] += [one["prompt_token_ids"]] if "prompt_token_ids" in one else []
+        choice["reasons"] += [one["finish_reason"]] if one["finish_reason"] else []
+    for choice in choices.values():
+        choice["tokens"] = len(choice["ids"]) or len(choice["logprobs"])
+    return {"id": answer, "choices": choices, "usages": usages}
 
 
 # --------------------------------------------------------------------------- conversations

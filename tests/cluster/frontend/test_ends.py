@@ -172,31 +172,21 @@ def test_an_end_is_told_by_the_clients_name_for_its_request(reason: FinishReason
 # --------------------------------------------------------------------------- others' turns
 
 
-@pytest.mark.parametrize("given", ["committed", "at once"])
 async def test_many_tokens_become_text_beside_the_event_loop(
-    given: str, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     tokens = (tokenizer().encode("so it goes, ").ids * 100)[:300]
     threads: list[threading.Thread] = []
     push = TextStream.push
 
     def noted(self: TextStream, part: list[int]) -> object:
-        if len(part):
-            threads.append(threading.current_thread())
+        threads.append(threading.current_thread())
         return push(self, part)
 
     monkeypatch.setattr(TextStream, "push", noted)
     async with frontend(replicas=0) as made:
-        committed = tokens if given == "committed" else []
-        request = pb.GenerateRequest(
-            prompt=PROMPT, max_new_tokens=400, committed_token_ids=committed
-        )
-        call = asyncio.ensure_future(made.Generate(request, Context()))
-        live = await asked(made)
-        if given == "at once":
-            brings(made, live, tokens)
-        ends(made, live, FinishReason.LENGTH)
-        answer = await call
+        request = pb.GenerateRequest(prompt=PROMPT, max_new_tokens=400)
+        text, _, _ = await streamed(made, request, tokens, FinishReason.LENGTH)
+    assert text == text_of(tokens)
     assert len(threads) == 1
     assert threads[0] is not threading.main_thread()
-    assert answer.text == ("" if committed else text_of(tokens))

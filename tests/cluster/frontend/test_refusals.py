@@ -84,6 +84,10 @@ GRPC: Rows = [
         {"messages": [{"role": "assistant", "tool_calls": A_CALL}]},
         f"messages.0.tool_calls.0.arguments: {AN_OBJECT}",
     ),
+    ({"messages": ASKED, "prompt": "x"}, "messages: prompt is given as well"),
+    ({"messages": [{"content": "x"}]}, "messages: a role must not be empty"),
+    ({"messages": ASKED * 1025}, "messages: 1025 given, at most 1024 allowed"),
+    ({"messages": [{"role": "user", "content": "x" * (1 << 20)}]}, "messages: 1048580 bytes, at"),
     ({"messages": ASKED, "chat_template_kwargs": "[]"}, f"chat_template_kwargs: {AN_OBJECT}"),
     (
         {"messages": ASKED, "chat_template_kwargs": '{"tokenize": 1}'},
@@ -117,6 +121,7 @@ COMPLETIONS: Rows = [
     ({"logit_bias": {"5": None}}, "logit_bias.5: must be a number, is None"),
     ({"bad_words": [""]}, "bad_words: a string must have"),
     ({"stop": 5}, "stop: must be a text or a list, is 5"),
+    ({"priority": 77}, "priority: must be 'high', 'normal' or 'low', is 77"),
     ({"user": "y" * 129}, "user: 129 characters, at most 128 allowed"),
     ({"structured_outputs": {}}, "structured_outputs: exactly one of json, regex, choice and"),
     ({"structured_outputs": {"regex": "("}}, "structured_outputs: "),

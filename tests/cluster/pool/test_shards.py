@@ -58,20 +58,6 @@ async def test_a_request_on_its_way_counts_before_the_pool_says_so() -> None:
         await until(lambda: not any(one.load.outstanding_tokens for one in s.router.sessions))
 
 
-async def test_requests_leave_a_shard_that_has_lost_its_replica() -> None:
-    async with shards(1, 1) as s:
-        lives = [s.submit(prompt, 200) for prompt in PROMPTS]
-        left = [live for live in lives if live.shard == 0]
-        await until(lambda: any(live.tokens for live in left))
-        s.workers[0].end()
-        await check(lives)
-        assert {live.shard for live in lives} == {1}
-        assert any(live.tokens and live.recovered for live in left)
-        assert all(live.finish and live.finish.usage.completion_tokens == 200 for live in left)
-        # What was let go there is forgotten there, too.
-        await until(lambda: s.live() == [0, 0])
-
-
 async def test_requests_that_came_before_any_replica_go_where_the_first_one_is() -> None:
     async with shards(0, 0) as s:
         lives = [s.submit(prompt, 20) for prompt in PROMPTS]

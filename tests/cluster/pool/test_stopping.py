@@ -37,7 +37,6 @@ from tests.cluster.frontend.rig import (
 from tests.cluster.pool.rig import CONFIG, PROMPTS, Cluster, check, shards, with_pool
 from tests.cluster.wire import Wire, until
 
-STATES = health_pb2.HealthCheckResponse
 LONG = pb.GenerateRequest(prompt=PROMPT, max_new_tokens=300)
 STOPPING = "the server is stopping"
 # What a frontend learns by its next beat only, it learns after the end of the test.
@@ -65,6 +64,10 @@ async def test_what_runs_is_finished_and_what_is_new_is_refused() -> None:
             assert at_the_door.details == STOPPING
         for refused in await both(made, LONG):
             assert (refused.code, refused.details) == (StatusCode.UNAVAILABLE, STOPPING)
+        health = await made.Check(health_pb2.HealthCheckRequest(), Context())
+        assert health.status == health_pb2.HealthCheckResponse.NOT_SERVING
+        status = await made.Status(pb.StatusRequest(), Context())
+        assert (status.stopping, status.ready) == (True, False)
         chunks = await running
         tokens = [token for chunk in chunks for token in chunk.token_ids]
         assert tokens == perfect(PROMPT_IDS, 300)
@@ -101,17 +104,6 @@ async def test_a_cut_ends_what_runs_as_unavailable_and_without_an_end() -> None:
         # The pool forgets them, too, long before they would have ended.
         while await stop(made, cut=True):
             await asyncio.sleep(0.01)
-
-
-async def test_health_and_status_say_so() -> None:
-    async with frontend(config=SLOW_BEATS) as made:
-        await stop(made)
-        assert (await made.Check(health_pb2.HealthCheckRequest(), Context())).status == (
-            STATES.NOT_SERVING
-        )
-        status = await made.Status(pb.StatusRequest(), Context())
-        assert status.stopping
-        assert not status.ready
 
 
 async def test_what_another_incarnation_had_accepted_is_accepted_again() -> None:

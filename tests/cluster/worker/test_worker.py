@@ -138,28 +138,6 @@ async def test_a_replica_that_breaks_while_it_drains_delays_no_request() -> None
         assert live.record.deaths == 1, "the batch in hand broke it"
 
 
-async def test_a_hanging_replica_leaves_the_pool_and_stays_away() -> None:
-    async with shards(0) as w:
-        fake, clock = Stuck(), ClockAhead()
-        worker = await w.add_replica(fake=fake, clock=clock)
-        live = w.submit([7, 8], 10)
-        await until(fake.begun.is_set)
-        worker.check()
-        clock.ahead_s = CONFIG.actors.batch_s_max
-        await until(lambda: not w.wire.replicas)
-        with pytest.raises(ReplicaUnhealthy, match="runs for over"):
-            worker.check()
-        await w.add_replica()
-        await check([live])
-        fake.let_go.set()
-        await until(fake.ended.is_set)
-        assert len(w.wire.replicas) == 1
-        with pytest.raises(ReplicaUnhealthy, match="runs for over"):
-            worker.check()
-        async with asyncio.timeout(CONFIG.actors.drain_s / 2):
-            await worker.close()
-
-
 async def test_a_batch_of_an_earlier_membership_that_hangs_counts_against_no_present_row() -> None:
     async with shards(0) as w:
         fake, clock = Stuck(), ClockAhead()

@@ -1,10 +1,14 @@
-"""Proves: who may come in, with what priority, and that each key's limits hold to the token."""
+"""Proves: who may come in, with what priority, and that a key's limits hold to the token: no more
+than the rate is ever used, and whoever waits as long as told gets in.
+"""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
+from hypothesis import given, strategies as st
 
 from cluster.config import AuthConfig, FrontendConfig
 from cluster.frontend.admission.control import (
@@ -12,6 +16,7 @@ from cluster.frontend.admission.control import (
     Admitted,
     Caller,
     NotAllowed,
+    TokenBucket,
     Unauthenticated,
     is_loopback,
 )
@@ -136,27 +141,6 @@ def test_without_keys_every_priority_is_allowed_and_there_is_no_tenant() -> None
     assert admission.tenant == ""
 
 
-# --------------------------------------------------------------------------- how many at once
-
-
-def test_a_key_has_so_many_requests_in_flight_and_others_do_not_count(keyed: Keyed) -> None:
-    keyed.key("alice", requests_max=2)
-    keyed.key("bob", requests_max=1)
-    control = keyed.control()
-    first, _second = (
-        control.admit(keyed.caller("alice")),
-        control.admit(keyed.caller("alice", "::1")),
-    )
-    with pytest.raises(Overloaded) as caught:
-        control.admit(keyed.caller("alice"))
-    assert caught.value.retry_after_s > 0
-    control.admit(keyed.caller("bob"))
-    first.close()
-    control.admit(keyed.caller("alice"))
-    with pytest.raises(Overloaded):
-        control.admit(keyed.caller("alice"))
-
-
 # --------------------------------------------------------------------------- how much
 
 
@@ -172,16 +156,6 @@ def admitted(control: AdmissionControl, caller: Caller, tokens: int) -> Admitted
         admission.close()
         return error.retry_after_s
     return admission
-
-
-def test_what_was_not_used_is_given_back_once(keyed: Keyed) -> None:
-    keyed.key("alice", tokens_per_minute=600)
-    control, caller = keyed.control(), keyed.caller("alice")
-    first = admitted(control, caller, 600)
-    assert isinstance(first, Admitted)
-    first.close(tokens=200)
-    assert isinstance(admitted(control, caller, 400), Admitted)
-    assert admitted(control, caller, 1) == pytest.approx(0.1)
 
 
 def test_what_is_larger_than_the_bucket_passes_when_it_is_full_and_leaves_a_debt(
@@ -206,8 +180,9 @@ def test_each_of_several_frontends_enforces_its_share(tmp_path: Path) -> None:
     control, caller = keyed.control(), keyed.caller("alice")
     held = [admitted(control, caller, 50), admitted(control, caller, 50)]
     assert all(isinstance(one, Admitted) for one in held)
-    with pytest.raises(Overloaded, match="in flight"):
+    with pytest.raises(Overloaded, match="in flight") as refused:
         control.admit(caller)
+    assert refused.value.retry_after_s > 0
     assert isinstance(held[0], Admitted)
     held[0].close(50)
     assert admitted(control, caller, 50) == pytest.approx(30.0), "100 tokens a minute are used up"
@@ -227,3 +202,72 @@ def test_new_limits_count_for_a_key_that_is_in_use(keyed: Keyed) -> None:
     keyed.clock.now_s += 1.0
     assert isinstance(admitted(control, caller, 10**6), Admitted)
     first.close(500)
+
+
+# --------------------------------------------------------------------------- the bucket
+
+
+EVENTS = st.lists(
+    st.tuples(
+        st.floats(0, 30),  # seconds until the request comes
+        st.integers(1, 3000),  # its tokens
+        st.floats(0, 1),  # the share that it uses
+    ),
+    max_size=60,
+)
+
+
+@given(size=st.integers(1, 1000), events=EVENTS)
+def test_no_more_than_the_rate_is_ever_used(
+    size: int, events: list[tuple[float, int, float]]
+) -> None:
+    """Over the whole run: a full bucket, what came in meanwhile, and one request's debt."""
+    bucket = TokenBucket(size, 0.0)
+    now_s, used, largest = 0.0, 0, 0
+    for pause_s, tokens, share in events:
+        now_s += pause_s
+        if bucket.take(tokens, now_s) > 0:
+            continue
+        spent = math.floor(tokens * share)
+        bucket.give_back(tokens - spent, now_s)
+        used += spent
+        largest = max(largest, tokens)
+        # Before this request, no more than the bucket and its inflow can have been used.
+        assert used - spent <= size + now_s * size / 60 + max(largest - size, 0) + 1e-6
+    assert used <= size + now_s * size / 60 + max(largest - size, 0) + 1e-6
+
+
+@given(size=st.integers(1, 1000), tokens=st.integers(1, 5000), events=EVENTS)
+def test_whoever_waits_as_long_as_told_gets_in(
+    size: int, tokens: int, events: list[tuple[float, int, float]]
+) -> None:
+    bucket = TokenBucket(size, 0.0)
+    now_s = 0.0
+    for pause_s, other, _share in events:
+        now_s += pause_s
+        bucket.take(other, now_s)
+    wait_s = bucket.take(tokens, now_s)
+    if wait_s > 0:
+        # Waits are told in whole seconds, rounded up.
+        assert bucket.take(tokens, now_s + math.ceil(wait_s + 1e-6)) == 0.0
+
+
+@given(size=st.integers(1, 1000), events=EVENTS)
+def test_giving_back_never_fills_it_over_its_size(
+    size: int, events: list[tuple[float, int, float]]
+) -> None:
+    bucket = TokenBucket(size, 0.0)
+    now_s = 0.0
+    for pause_s, tokens, _share in events:
+        now_s += pause_s
+        bucket.give_back(tokens, now_s)
+        assert bucket.take(size, now_s) == 0.0
+        assert bucket.take(1, now_s) > 0
+        bucket.give_back(size, now_s)
+
+
+def test_a_clock_that_stands_still_gives_nothing() -> None:
+    bucket = TokenBucket(60, 5.0)
+    assert bucket.take(60, 5.0) == 0.0
+    assert bucket.take(1, 4.0) == pytest.approx(1.0), "nor one that goes back"
+    assert bucket.take(1, 5.0) == pytest.approx(1.0)

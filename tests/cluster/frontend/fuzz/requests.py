@@ -226,13 +226,15 @@ def broken(kind: Kind) -> Values:
 
 
 _LATIN = st.text(st.characters(max_codepoint=255, exclude_characters="\r\n\0"), max_size=12)
-_NUMBERS_AND_NONE = st.integers(-9, 99) | st.integers(-(2**64), 2**64) | st.sampled_from(["", "x"])
-_EVENT = st.lists(_NUMBERS_AND_NONE, min_size=4, max_size=4).map(
-    lambda numbers: ":".join(map(str, ["mine", *numbers]))
+_EVENT = st.builds(
+    "cmpl-{}:{}:{}".format,
+    st.just("0" * 32),
+    st.integers(0, 2**64) | st.integers(-9, 9),
+    st.from_regex(r"[0-9]{1,9}e?(,1)?(:usage)?", fullmatch=True) | st.just("9" * 5000),
 )
 _READ: Mapping[str, Values] = {
     "x-request-id": _LATIN | st.just("x" * 5000),
-    "last-event-id": _EVENT | _LATIN | st.just("mine:0:1:1:" + "9" * 5000),
+    "last-event-id": _EVENT | _LATIN,
     "accept": _LATIN,
 }
 """Headers that decide nothing but what an answer is."""

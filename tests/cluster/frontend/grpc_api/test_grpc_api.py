@@ -12,8 +12,7 @@ from grpc import StatusCode
 from grpc_health.v1 import health_pb2
 
 from cluster.config_sources import from_args
-from cluster.frontend.grpc_api.api import SERVICE
-from cluster.frontend.grpc_api.handlers import Unparsed
+from cluster.frontend.grpc_api.handlers import LOCKSTEP, Unparsed
 from cluster.frontend.grpc_api.status import to_status
 from cluster.frontend.status_codes import CODES, MEANINGS
 from cluster.pool.protocol import PoolView
@@ -22,7 +21,7 @@ from scheduler.draft_length import CostEstimates
 from scheduler.messages import FinishReason, RejectCode, ReplicaSpec
 from scheduler.state import BatchFigures
 from scheduler.status import PoolStatus, ReplicaStatus
-from tests.cluster.fakes import ClockAhead, perfect
+from tests.cluster.fakes import perfect
 from tests.cluster.frontend.rig import (
     PROMPT,
     PROMPT_IDS,
@@ -30,7 +29,6 @@ from tests.cluster.frontend.rig import (
     both,
     frontend,
     pool_of,
-    session_of,
     stream,
     text_of,
     unfinished,
@@ -98,26 +96,6 @@ async def test_a_sampled_request_without_seed_is_told_the_one_drawn() -> None:
         assert (await made.Generate(request, Context())).end.seed == 7
 
 
-async def test_a_deadline_gives_the_stream_its_tokens_and_the_status() -> None:
-    clock = ClockAhead()
-    async with frontend(step_s=0.02, clock=clock) as made:
-        request = pb.GenerateRequest(prompt=PROMPT, max_new_tokens=400, timeout_s=100.0)
-        streamed, unary = Context(), Context()
-        streaming = asyncio.ensure_future(stream(made, request, streamed))
-        asking = asyncio.ensure_future(made.Generate(request, unary))
-        lives = session_of(made).unfinished
-        await until(lambda: len(lives) == 2 and all(live.tokens for live in lives))
-        clock.ahead_s = 101.0
-        chunks = await streaming
-        await asking
-        for context in (streamed, unary):
-            assert context.code is StatusCode.DEADLINE_EXCEEDED
-        assert chunks[-1].end.finish_reason == pb.FINISH_REASON_DEADLINE
-        tokens = [token for chunk in chunks for token in chunk.token_ids]
-        assert 0 < len(tokens) < 400
-        assert tokens == perfect(PROMPT_IDS, len(tokens))
-
-
 @pytest.mark.parametrize("count", [1, 40])
 async def test_the_last_tokens_come_with_the_end(count: int) -> None:
     async with frontend(step_s=0.002) as made:
@@ -127,16 +105,9 @@ async def test_the_last_tokens_come_with_the_end(count: int) -> None:
         assert chunks[-1].HasField("end")
 
 
-@pytest.mark.parametrize(
-    ("settings", "replicas"),
-    [
-        ({"frontend": {"requests_max": 1}}, 1),
-        ({"scheduler": {"waiting_requests_max": 1}}, 0),
-    ],
-    ids=["frontend", "queue"],
-)
-async def test_overload_says_when_to_come_back(settings: dict[str, object], replicas: int) -> None:
-    async with frontend(step_s=0.02, config=from_args(settings), replicas=replicas) as made:
+async def test_overload_says_when_to_come_back() -> None:
+    config = from_args({"frontend": {"requests_max": 1}})
+    async with frontend(step_s=0.02, config=config) as made:
         request = pb.GenerateRequest(prompt=PROMPT, max_new_tokens=400)
         first = asyncio.ensure_future(made.Generate(request, Context()))
         pool = pool_of(made)
@@ -166,16 +137,12 @@ async def test_bytes_that_are_no_message_are_refused_as_such() -> None:
 async def test_health_knows_the_service_and_whether_a_replica_is_ready() -> None:
     states = health_pb2.HealthCheckResponse
     async with frontend() as made:
-        for service in ("", SERVICE):
+        for service in ("", LOCKSTEP.full_name):
             request = health_pb2.HealthCheckRequest(service=service)
             assert (await made.Check(request, Context())).status == states.SERVING
         context = Context()
         await made.Check(health_pb2.HealthCheckRequest(service="other"), context)
         assert context.code is StatusCode.NOT_FOUND
-        for call in (made.List, lambda *args: anext(made.Watch(*args))):
-            context = Context()
-            await call(health_pb2.HealthCheckRequest(), context)
-            assert context.code is StatusCode.UNIMPLEMENTED
     async with frontend(replicas=0) as made:
         answer = await made.Check(health_pb2.HealthCheckRequest(), Context())
         assert answer.status == states.NOT_SERVING

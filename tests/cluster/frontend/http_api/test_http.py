@@ -69,29 +69,22 @@ BAD_BODIES = [
     b"[" * 200_000,
     b'{"a":' * 100_000,
     b'{"model": "tiny", "prompt": "' + b"x" * 5_000_000 + b'"}',
-    b'{"model": "tiny", "prompt": "x", "nonsense": 1}',
-    b'{"model": "tiny", "prompt": 5}',
     b'{"model": "tiny", "prompt": "\\ud800"}',
     b'{"model": "tiny", "prompt": "\xed\xa0\x80"}',
     b'{"model": "tiny", "prompt": "x", "user": "\xed\xa0\x80"}',
     BODY.decode().encode("utf-16"),
     b'{"nonsense\\ud800": 1}',
     b'{"model": "tiny", "prompt": "x", "temperature": NaN}',
-    b'{"model": "tiny", "prompt": "x", "temperature": "hot"}',
     b'{"model": "tiny", "prompt": "x", "max_tokens": 1e400}',
     b'{"model": "tiny", "prompt": "x", "max_tokens": ' + b"9" * 6000 + b"}",
     b'{"model": "tiny", "prompt": "x", "temperature": 1' + b"0" * 400 + b"}",
     b'{"model": "tiny", "prompt": "x", "top_p": -1' + b"0" * 400 + b"}",
     b'{"model": "tiny", "prompt": "x", "stop_token_ids": [1' + b"0" * 400 + b"]}",
     b'{"model": "tiny", "prompt": "x", "seed": 1e300}',
-    b'{"model": "tiny", "prompt": "x", "priority": 77}',
-    b'{"model": "tiny", "prompt": "x", "priority": "PRIORITY_HIGH"}',
     b'{"model": "tiny", "prompt": "x", "logit_bias": {"' + b"9" * 5000 + b'": 1}}',
     # On a thread there is more of a stack to parse it with than later to write it with.
     b'{"model": "tiny", "prompt": "x", "response_format": {"type": "json_schema", "json_schema": '
     b'{"schema": {"x": ' + b"[" * 970 + b"]" * 970 + b"}}}" + b" " * 20_000 + b"}",
-    b'{"model": "tiny", "prompt": "x", "stop": 5}',
-    b'{"model": "tiny", "prompt": "x", "prompt_token_ids": {"ids": [1]}}',
     b'{"prompt": "x"}',
     b"\xff\xfe\x00",
 ]
@@ -191,19 +184,6 @@ async def test_a_page_that_is_named_may_send_what_clients_send_and_read_the_answ
             assert answer.headers["access-control-allow-origin"] == page["origin"]
             exposed = answer.headers["access-control-expose-headers"].split(", ")
             assert set(exposed) >= {"x-request-id", "retry-after"}
-
-
-async def test_no_page_may_read_an_answer_unless_it_is_named() -> None:
-    wanted = {"access-control-request-method": "POST"}
-    async with http_frontend() as app:
-        for origin, status in (("http://localhost:8000", 200), ("https://page.example", 403)):
-            headers = {"host": "localhost:8000", "origin": origin}
-            answer = await http(app, BODY, headers=headers)
-            assert answer.status == status
-            asked = await http(app, method="OPTIONS", headers=headers | wanted)
-            assert asked.status >= 400
-            for one in (answer, asked):
-                assert not any(name.startswith("access-control-") for name in one.headers)
 
 
 async def test_the_one_key_opens_by_any_name_of_the_server_and_for_no_foreign_page() -> None:

@@ -1,28 +1,39 @@
-"""Proves, with a real replica: a required or strict call has the arguments that its schema says,
-whole and streamed, and comes back to the template as it went; a template is told what a request
-says.
+"""Proves: a required or strict call has the arguments that its schema says, whole and streamed, and
+comes back to the template as it went; a template is told what a request says. An answer with calls
+is the same whole, streamed, and continued from the tokens of its first call: without parallel calls
+it has the first call alone, and it ends as calls do also where they are among committed tokens.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from transformers import PreTrainedTokenizerFast
 
+from cluster.frontend.grpc_api.api import GrpcApi
+from cluster.frontend.http_api.app import http_app
 from cluster.frontend.tools.use import ToolFormat, tool_format
 from protos import lockstep_pb2 as pb
+from scheduler.messages import FinishReason
+from tests.cluster.fakes import tokenizer
 from tests.cluster.frontend.http_rig import (
     ASKED,
     GRPC_TOOLS,
     HERMES_TEMPLATE,
+    TEXT,
     TOOLS,
     WEATHER,
-    events,
+    Answer,
+    numbered,
     post,
     served_tiny,
+    together,
 )
-from tests.cluster.frontend.rig import Context, stream
+from tests.cluster.frontend.rig import Context, asked, brings, ends, frontend, stream
 
 LLAMA_TEMPLATE = HERMES_TEMPLATE.replace(
     "Answer with <tool_call>{...}</tool_call>", 'Answer with {"name": ..., "parameters": ...}'
@@ -68,14 +79,10 @@ async def test_calls_have_the_arguments_of_their_schema(template: str | dict[str
                     assert given["city"] in ("Rome", "Oslo")
                     assert given["days"] in (1, 2, 3)
         streamed = await post(app, "chat/completions", **fields, tool_choice=named, stream=True)
-        deltas = [event["choices"][0]["delta"] for event in events(streamed)]
         called = choices[0]["message"]["tool_calls"][0]["function"]
-        begin, *parts = [one for delta in deltas for one in delta.get("tool_calls", ())]
-        begun = {"name": called["name"], "arguments": ""}
-        assert begin == {"index": 0, "id": begin["id"], "type": "function", "function": begun}
-        assert all(part == {"index": 0, "function": part["function"]} for part in parts)
-        assert "".join(part["function"]["arguments"] for part in parts) == called["arguments"]
-        assert all(not delta.get("content") for delta in deltas)
+        [one] = together(numbered(streamed))["choices"].values()
+        assert one["calls"] == {0: [called["name"], called["arguments"]]}
+        assert not one["text"]
         turn = choices[0]["message"]
         result = {"role": "tool", "tool_call_id": turn["tool_calls"][0]["id"], "content": "5"}
         # gRPC gives the same calls, also in a stream.
@@ -122,9 +129,8 @@ async def test_log_probabilities_are_of_the_tokens_of_calls_too() -> None:
         assert len(told) == len(choice["token_ids"])
         called = choice["message"]["tool_calls"][0]["function"]
         assert called["arguments"] in "".join(one["token"] for one in told)
-        streamed = events(await post(app, "chat/completions", **fields, stream=True))
-        parts = [event["choices"][0]["logprobs"] or {} for event in streamed]
-        assert [one for part in parts for one in part.get("content", ())] == told
+        streamed = await post(app, "chat/completions", **fields, stream=True)
+        assert together(numbered(streamed))["choices"][0]["logprobs"] == told
 
 
 async def test_a_template_is_told_what_a_request_says() -> None:
@@ -139,3 +145,69 @@ async def test_a_template_is_told_what_a_request_says() -> None:
         asked = pb.GenerateRequest(messages=[pb.ChatMessage(**turn)], max_new_tokens=8)
         asked.chat_template_kwargs = json.dumps(style)
         assert (await made.Generate(asked, Context())).text == text
+
+
+# --------------------------------------------------------------------------- without a replica
+
+
+HERMES = replace(
+    TEXT,
+    encoder=PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer(), eos_token="</s>", chat_template=HERMES_TEMPLATE
+    ),
+)
+FIRST = 'I look.<tool_call>{"name": "time", "arguments": {"a": 1}}</tool_call>'
+SECOND = '<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call>'
+REST = f"\n{SECOND} so."
+CALLS = [("time", '{"a": 1}'), ("weather", '{"city": "Oslo"}')]
+ONE = {"parallel_tool_calls": False}
+
+
+def ids(text: str) -> list[int]:
+    return tokenizer().encode(text).ids
+
+
+async def answered(made: GrpcApi, written: str, **fields: Any) -> Answer:
+    """Of a target that writes this."""
+    tools = {"messages": ASKED, "tools": TOOLS} | fields
+    call = asyncio.ensure_future(post(http_app(made.service), "chat/completions", **tools))
+    live = await asked(made)
+    brings(made, live, ids(written))
+    ends(made, live, FinishReason.STOP)
+    return await call
+
+
+def said(answer: Answer, stream: bool) -> tuple[str, list[tuple[str, str]], str]:
+    """The content, the calls and the reason of the end."""
+    if stream:
+        [choice] = together(numbered(answer))["choices"].values()
+        [reason] = choice["reasons"]
+        return choice["text"], [(name, given) for name, given in choice["calls"].values()], reason
+    [choice] = answer.json["choices"]
+    functions = [call["function"] for call in choice["message"].get("tool_calls", ())]
+    calls = [(one["name"], one["arguments"]) for one in functions]
+    return choice["message"]["content"] or "", calls, choice["finish_reason"]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(
+    ("fields", "calls"), [({}, CALLS), (ONE, CALLS[:1])], ids=["several", "one"]
+)
+async def test_the_answer_has_as_many_calls_as_are_allowed(
+    stream: bool, fields: dict[str, Any], calls: list[tuple[str, str]]
+) -> None:
+    async with frontend(replicas=0, text=HERMES) as made:
+        whole = said(await answered(made, FIRST + REST, stream=stream, **fields), stream)
+        assert whole == ("I look.so.", calls, "tool_calls")
+        again: dict[str, Any] = {"committed_token_ids": ids(FIRST), "seed": 1, "stream": stream}
+        rest = said(await answered(made, REST, **again, **fields), stream)
+        assert rest == ("so.", calls[1:], "tool_calls")
+        request = pb.GenerateRequest(
+            messages=[pb.ChatMessage(**turn) for turn in ASKED], tools=GRPC_TOOLS, **fields
+        )
+        call = asyncio.ensure_future(made.Generate(request, Context()))
+        live = await asked(made)
+        live.tokens.extend(ids(FIRST + REST))
+        ends(made, live, FinishReason.STOP)
+        answer = await call
+        assert [(one.name, one.arguments) for one in answer.tool_calls] == calls
