@@ -110,14 +110,14 @@ def test_a_bad_prompt_file_names_the_line(tmp_path: Path, content: bytes, named:
 
 def test_the_line_of_figures() -> None:
     end = pb.End(
-        usage=pb.Usage(completion_tokens=30),
-        speculation=pb.Speculation(steps=10, draft_tokens=40, accepted_tokens=20),
+        usage=pb.Usage(completion_tokens=60),
+        speculation=pb.Speculation(steps=20, draft_tokens=80, accepted_tokens=40),
     )
-    line = figures([end, end], total_s=2.0, first_s=0.05)
-    assert "60 tokens in 2.00 s (30.0 tokens/s)" in line
-    assert "first token after 50 ms" in line
-    assert "2.00 draft tokens accepted per step (50% of 80)" in line
-    assert figures([pb.End()], 1.0, 0.0)
+    assert figures(end, total_s=2.0, first_s=0.05) == (
+        "60 tokens in 2.00 s (30.0 tokens/s), first token after 50 ms, "
+        "2.00 draft tokens accepted per step (50% of 80)"
+    )
+    assert figures(pb.End(), 1.0, 0.0)
 
 
 def test_watching_shows_every_answer_until_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
