@@ -6,7 +6,6 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -30,8 +29,7 @@ def serve_until_signal(config: ClusterConfig, verbose: bool = False) -> int:
     0 when the running requests could finish or the grace time had passed; 1 when a second signal
     ended them at once, or when the cluster did not start within `actors.start_s`.
     """
-    with Terminal(verbose) as terminal:
-        return _serve(config, terminal)
+    return _serve(config, Terminal(verbose))
 
 
 def at_revision(config: ClusterConfig, revision: str) -> ClusterConfig:
@@ -112,13 +110,13 @@ def _serve(config: ClusterConfig, terminal: Terminal) -> int:
     cluster = run.ClusterRun(config)
     try:
         with terminal.progress("Ray and Serve start"):
-            cluster.deploy(join_ray=True)
+            cluster.deploy(tell=terminal.tell, join_ray=True)
         # Ray sets handlers of its own while it starts.
         signal.signal(signal.SIGINT, tell)
         signal.signal(signal.SIGTERM, tell)
         what = f"Replicas of {config.replica.target} start: {_wanted(config)}"
-        with terminal.progress(what) as look:
-            late = _wait_until_ready(cluster, config, told, look)
+        with terminal.progress(what):
+            late = _wait_until_ready(cluster, config, told)
             if late:
                 terminal.say(f"The update is not complete: {late}")
             if not told.is_set():
@@ -129,11 +127,8 @@ def _serve(config: ClusterConfig, terminal: Terminal) -> int:
                     "Ctrl-C stops it."
                 )
             # The first replica serves while the others load.
-            while terminal.log and cluster.replicas_up < config.replicas_min:
-                look()
-                if told.wait(_LOOK_S):
-                    break
-            look()
+            while not told.wait(_LOOK_S) and cluster.replicas_up < config.replicas_min:
+                pass
         told.wait()
         terminal.say("Stopping: running requests may finish. A second Ctrl-C ends them.")
         cluster.stop()
@@ -172,10 +167,7 @@ def _number(cluster: ClusterRun, config: ClusterConfig) -> str:
 
 
 def _wait_until_ready(
-    cluster: ClusterRun,
-    config: ClusterConfig,
-    told: threading.Event,
-    look: Callable[[], None],
+    cluster: ClusterRun, config: ClusterConfig, told: threading.Event
 ) -> str | None:
     """Until the first replica is ready; if none is to be there, until the frontend is up.
 
@@ -187,7 +179,6 @@ def _wait_until_ready(
     with Client(f"localhost:{config.server.grpc_port}") as client:
 
         def done(all_up: bool) -> bool:
-            look()
             if told.is_set():
                 return True
             # A replica of the application that is updated would answer for those to come.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -186,6 +187,23 @@ def test_a_ray_of_our_own_is_told_what_the_user_has_not_said(
     assert ("init", "local") in calls
     expected = {**told, "RAY_SERVE_PROXY_USE_GRPC": "said"}
     assert {name: os.environ[name] for name in told} == expected
+
+
+def test_what_rays_processes_log_goes_to_who_is_told_and_not_to_the_terminal(
+    calls: list[Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(worker, "_worker_logs_enabled", True)
+    monkeypatch.setattr(
+        run.dispatcher,
+        "handlers",
+        [("ray", lambda data: worker.print_worker_logs(data, sys.stdout))],
+    )
+    told: list[Any] = []
+    line = {"ip": "192.0.2.1", "pid": 7, "lines": ["is up"]}
+    ClusterRun(CONFIG).deploy(APPLICATION, tell=told.append)
+    run.dispatcher.emit(line)
+    assert told == [line]
+    assert capsys.readouterr() == ("", "")
 
 
 def test_serve_reads_what_it_is_told() -> None:

@@ -27,7 +27,8 @@ class Cluster:
     def __init__(self, _config: object) -> None:
         self.stopped: list[bool] = []
 
-    def deploy(self, join_ray: bool) -> None:
+    def deploy(self, tell: object, join_ray: bool) -> None:
+        assert tell is None, "verbose"
         assert join_ray
 
     def wait_until(self, done: Callable[[bool], bool], _sleep: object) -> None:
@@ -146,7 +147,7 @@ def test_the_key_is_hidden_before_ray_reads_the_command_line(
 ) -> None:
     done: list[str] = []
     monkeypatch.setattr(cli_serve, "hide_key", lambda: done.append("hidden"))
-    serve({}, deploy=lambda join_ray: done.append("Ray"))
+    serve({}, deploy=lambda tell, join_ray: done.append("Ray"))
     assert done == ["hidden", "Ray"]
 
 
