@@ -52,14 +52,13 @@ Arrivals = Closed | Poisson
 
 @dataclass(frozen=True)
 class Extent:
-    """How much is sent: the first bound that is reached ends the load; running requests end."""
+    """How much is sent: the first bound that is reached ends the load; running requests end.
+
+    One of the two is needed.
+    """
 
     requests: int | None = None
     duration_s: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.requests is None and self.duration_s is None:
-            raise ValueError("requests, duration_s: one of them is needed")
 
     def ended(self, sent: int, now_s: float) -> bool:
         """Whether a request that would be sent now is beyond it."""

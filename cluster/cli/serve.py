@@ -23,15 +23,6 @@ if TYPE_CHECKING:
 _LOOK_S = 0.5
 
 
-def serve_until_signal(config: ClusterConfig, verbose: bool = False) -> int:
-    """Start the cluster and keep it up until SIGINT or SIGTERM. Returns the exit status.
-
-    0 when the running requests could finish or the grace time had passed; 1 when a second signal
-    ended them at once, or when the cluster did not start within `actors.start_s`.
-    """
-    return _serve(config, Terminal(verbose))
-
-
 def at_revision(config: ClusterConfig, revision: str) -> ClusterConfig:
     """The settings with a revision of the target, which keeps its name for clients.
 
@@ -96,9 +87,15 @@ def hide_key() -> None:
         ray._raylet.setproctitle(" ".join(shown))
 
 
-def _serve(config: ClusterConfig, terminal: Terminal) -> int:
+def serve_until_signal(config: ClusterConfig, verbose: bool = False) -> int:
+    """Start the cluster and keep it up until SIGINT or SIGTERM. Returns the exit status.
+
+    0 when the running requests could finish or the grace time had passed; 1 when a second signal
+    ended them at once, or when the cluster did not start within `actors.start_s`.
+    """
     from cluster import run
 
+    terminal = Terminal(verbose)
     hide_key()
     told = threading.Event()
 
@@ -114,20 +111,24 @@ def _serve(config: ClusterConfig, terminal: Terminal) -> int:
         # Ray sets handlers of its own while it starts.
         signal.signal(signal.SIGINT, tell)
         signal.signal(signal.SIGTERM, tell)
-        what = f"Replicas of {config.replica.target} start: {_wanted(config)}"
+        least, most = config.replicas_min, config.replicas_max
+        wanted = str(most) if config.autoscaling is None else f"{least} to {most}"
+        what = f"Replicas of {config.replica.target} start: {wanted}"
         with terminal.progress(what):
             late = _wait_until_ready(cluster, config, told)
             if late:
                 terminal.say(f"The update is not complete: {late}")
             if not told.is_set():
+                # The first has told the pool before Serve knows of it.
+                up = max(cluster.replicas_up, min(1, least))
                 terminal.say(
-                    f"Lockstep serves {config.replica.target} on {_number(cluster, config)} "
+                    f"Lockstep serves {config.replica.target} on {up} of {wanted} "
                     f"replica(s): gRPC on port {config.server.grpc_port}, "
                     f"HTTP on {config.server.http_host}:{config.server.http_port}. "
                     "Ctrl-C stops it."
                 )
             # The first replica serves while the others load.
-            while not told.wait(_LOOK_S) and cluster.replicas_up < config.replicas_min:
+            while not told.wait(_LOOK_S) and cluster.replicas_up < least:
                 pass
         told.wait()
         terminal.say("Stopping: running requests may finish. A second Ctrl-C ends them.")
@@ -150,20 +151,6 @@ def _serve(config: ClusterConfig, terminal: Terminal) -> int:
         raise
     terminal.say("Stopped.")
     return 0
-
-
-def _wanted(config: ClusterConfig) -> str:
-    if config.autoscaling is not None:
-        return f"{config.replicas_min} to {config.replicas_max}"
-    return str(config.replicas)
-
-
-def _number(cluster: ClusterRun, config: ClusterConfig) -> str:
-    if config.autoscaling is not None:
-        return _wanted(config)
-    # The first has told the pool before Serve knows of it.
-    up = max(1, cluster.replicas_up)
-    return str(up) if up == config.replicas else f"{up} of {config.replicas}"
 
 
 def _wait_until_ready(

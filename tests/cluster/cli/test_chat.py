@@ -94,28 +94,12 @@ def test_an_answer_that_is_stopped_stays_as_far_as_it_came(running: Running) -> 
     assert code == 0
 
 
-def test_an_interrupt_at_the_prompt_ends_nothing(running: Running) -> None:
-    code, written, asked = talk(running, [INTERRUPT, "hello", "/what", END])
-    assert written.count(HELP) == 3
-    assert (code, len(asked)) == (0, 1)
-
-
-def test_a_refused_question_is_told_and_forgotten(running: Running) -> None:
-    running.server.script.cuts = [(0, StatusCode.INVALID_ARGUMENT, "messages: too long")]
-    _, written, asked = talk(running, ["hello", "short", END])
-    assert "INVALID_ARGUMENT: messages: too long" in written
-    assert asked[1] == [("user", "short")]
-
-
-def test_stats_tell_of_the_answer_and_the_server(running: Running) -> None:
-    _, written, _ = talk(running, ["/stats", "hello", "/stats", END])
-    assert (written.count("server: "), written.count("last answer: 7 tokens")) == (2, 1)
-
-
-def test_an_interrupt_of_the_figures_keeps_the_conversation(
+def test_what_goes_wrong_is_told_and_leaves_the_conversation_as_it_is(
     running: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """An interrupt at the prompt and of the figures, an unknown command, a refused question."""
     text = answer(running)
+    running.server.script.cuts = [None, (0, StatusCode.INVALID_ARGUMENT, "messages: too long")]
     statuses = [pb.StatusResponse(), INTERRUPT]
 
     def status(_client: Client) -> object:
@@ -124,8 +108,17 @@ def test_an_interrupt_of_the_figures_keeps_the_conversation(
         return said
 
     monkeypatch.setattr(Client, "status", status)
-    _, _, asked = talk(running, ["hello", "/stats", "more", END])
-    assert asked[1] == [("user", "hello"), ("assistant", text), ("user", "more")]
+    lines = [INTERRUPT, "hello", "/what", "/stats", "too long", "more", END]
+    code, written, asked = talk(running, lines)
+    assert (code, written.count(HELP)) == (0, 4)
+    assert "last answer: 7 tokens" in written
+    assert "INVALID_ARGUMENT: messages: too long" in written
+    assert asked[2] == [("user", "hello"), ("assistant", text), ("user", "more")]
+
+
+def test_stats_tell_of_the_server_before_any_answer(running: Running) -> None:
+    _, written, _ = talk(running, ["/stats", END])
+    assert (written.count("server: "), written.count("last answer: ")) == (1, 0)
 
 
 def test_a_server_that_has_stopped_is_given_up_and_one_that_never_was_is_told_how_to_start(

@@ -97,12 +97,12 @@ ZERO = {"autoscaling": {"min_replicas": 0, "max_replicas": 2}}
     ("settings", "state", "said"),
     [
         ({"replicas": 2}, {}, "on 1 of 2 replica(s):"),
-        ({"replicas": 2}, {"replicas_up": 2}, "on 2 replica(s):"),
+        ({"replicas": 2}, {"replicas_up": 2}, "on 2 of 2 replica(s):"),
         # Serve learns of a replica a moment after the pool.
-        ({}, {"replicas_up": 0}, "on 1 replica(s):"),
-        ({"autoscaling": {"max_replicas": 2}}, {}, "on 1 to 2 replica(s):"),
+        ({}, {"replicas_up": 0}, "on 1 of 1 replica(s):"),
+        ({"autoscaling": {"max_replicas": 2}}, {}, "on 1 of 1 to 2 replica(s):"),
         # With no replica to wait for it serves when the frontend is up.
-        (ZERO, {"ready": False, "all_up": True}, "on 0 to 2 replica(s):"),
+        (ZERO, {"ready": False, "all_up": True, "replicas_up": 0}, "on 0 of 0 to 2 replica(s):"),
     ],
 )
 def test_it_serves_with_the_first_replica_and_says_how_many_there_are(
