@@ -233,6 +233,7 @@ def test_what_runs_is_finished_what_is_new_refused_and_nothing_left_on_a_ray_tha
     wanted = {"replicas": 2, "replica_gpus": 1}
     with serving(pair, tmp_path, somebodys_ray, **wanted) as served:
         said = " ".join(served.log.read_text(errors="replace").split())
+        assert "replica 1 (pid " in said
         assert "on 1 of 2 replica(s)" in said
         streams = Streams(served.address, 8)
         streams.begin()

@@ -76,6 +76,9 @@ def test_a_request_on_the_wire_has_the_options_and_a_seed_of_its_own() -> None:
     assert not greedy.HasField("draft_len")
     assert not greedy.HasField("seed")
     assert tuple(greedy.prompt_token_ids.ids) == workload().prompts[0]
+    others = synthetic_prompts(3, uniform(4, 9), VOCAB, seed=2)
+    assert workload().prompts == workload().prompts != others
+    assert all(4 <= len(each) <= 9 and max(each) < VOCAB for each in others)
 
 
 def test_the_steps_after_a_break_stand_beside_the_tokens_since_then() -> None:
