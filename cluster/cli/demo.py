@@ -73,10 +73,10 @@ def run_demo(config: ClusterConfig, max_new_tokens: int, verbose: bool = False) 
     chat = config.replica.target != TINY
     answers = [Answer(question, chat) for question in (QUESTIONS if chat else TEXTS)]
     try:
-        with terminal.progress("Ray and Serve start"):
-            cluster.deploy(tell=terminal.tell)
-        with terminal.progress(f"Replicas of {config.replica.target} start: {config.replicas}"):
-            cluster.wait_until(lambda all_up: all_up)
+        terminal.say("Ray and Serve start ...")
+        cluster.deploy(tell=terminal.tell)
+        terminal.say(f"Replicas of {config.replica.target} start: {config.replicas} ...")
+        cluster.wait_until(lambda all_up: all_up)
         terminal.say(f"Ready after {time.perf_counter() - started_s:.1f} s.\n")
         address = f"localhost:{config.server.grpc_port}"
         total_s, status = asyncio.run(_ask(address, answers, max_new_tokens, terminal.console))

@@ -20,8 +20,6 @@ from replicas.models.names import DEMO, SMOLLM2, TINY, ModelRefused, with_revisi
 if TYPE_CHECKING:
     from cluster.run import ClusterRun
 
-_LOOK_S = 0.5
-
 
 def at_revision(config: ClusterConfig, revision: str) -> ClusterConfig:
     """The settings with a revision of the target, which keeps its name for clients.
@@ -106,30 +104,25 @@ def serve_until_signal(config: ClusterConfig, verbose: bool = False) -> int:
 
     cluster = run.ClusterRun(config)
     try:
-        with terminal.progress("Ray and Serve start"):
-            cluster.deploy(tell=terminal.tell, join_ray=True)
+        terminal.say("Ray and Serve start ...")
+        cluster.deploy(tell=terminal.tell, join_ray=True)
         # Ray sets handlers of its own while it starts.
         signal.signal(signal.SIGINT, tell)
         signal.signal(signal.SIGTERM, tell)
         least, most = config.replicas_min, config.replicas_max
         wanted = str(most) if config.autoscaling is None else f"{least} to {most}"
-        what = f"Replicas of {config.replica.target} start: {wanted}"
-        with terminal.progress(what):
-            late = _wait_until_ready(cluster, config, told)
-            if late:
-                terminal.say(f"The update is not complete: {late}")
-            if not told.is_set():
-                # The first has told the pool before Serve knows of it.
-                up = max(cluster.replicas_up, min(1, least))
-                terminal.say(
-                    f"Lockstep serves {config.replica.target} on {up} of {wanted} "
-                    f"replica(s): gRPC on port {config.server.grpc_port}, "
-                    f"HTTP on {config.server.http_host}:{config.server.http_port}. "
-                    "Ctrl-C stops it."
-                )
-            # The first replica serves while the others load.
-            while not told.wait(_LOOK_S) and cluster.replicas_up < least:
-                pass
+        terminal.say(f"Replicas of {config.replica.target} start: {wanted} ...")
+        if late := _wait_until_ready(cluster, config, told):
+            terminal.say(f"The update is not complete: {late}")
+        if not told.is_set():
+            # The first has told the pool before Serve knows of it.
+            up = max(cluster.replicas_up, min(1, least))
+            terminal.say(
+                f"Lockstep serves {config.replica.target} on {up} of {wanted} replica(s): "
+                f"gRPC on port {config.server.grpc_port}, "
+                f"HTTP on {config.server.http_host}:{config.server.http_port}. "
+                "Ctrl-C stops it."
+            )
         told.wait()
         terminal.say("Stopping: running requests may finish. A second Ctrl-C ends them.")
         cluster.stop()

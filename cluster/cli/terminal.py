@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import sys
-import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.spinner import Spinner
-from rich.table import Table
 
-from cluster.worker.loading import LOGGER, UP
+from cluster.worker.loading import LOGGER
 
 if TYPE_CHECKING:
     import grpc
@@ -69,7 +64,10 @@ class Bars:
 
 
 class Terminal:
-    """Says how far a cluster is; the lines of Ray's processes come to `take`, unless `verbose`."""
+    """Says how far a cluster is: a line for each change.
+
+    The lines of Ray's processes come to `take`, unless `verbose`.
+    """
 
     def __init__(self, verbose: bool, stderr: bool = True) -> None:
         self.console = console(stderr)
@@ -77,7 +75,6 @@ class Terminal:
         """For `ClusterRun.deploy`."""
         self._stages: dict[tuple[str, int], str] = {}
         """How far each replica is, by its process: address and number."""
-        self._moving = self.console.is_terminal and not verbose
 
     def say(self, text: str) -> None:
         self.console.print(text)
@@ -85,37 +82,12 @@ class Terminal:
     def take(self, logged: Mapping[str, Any]) -> None:
         """What a process has logged, as Ray brings it to this process; comes on a thread of Ray's.
 
-        Elsewhere than on a terminal each change is a line.
+        Of that, how far a replica is.
         """
         process = (logged["ip"], logged["pid"])
         for line in logged["lines"]:
             _, _, stage = line.partition(f" {LOGGER} ")
             if stage and self._stages.get(process) != stage:
                 self._stages[process] = stage
-                if not self._moving or stage.endswith(UP):
-                    self.say(f"{self._name(process)} {stage}")
-
-    def _name(self, process: tuple[str, int]) -> str:
-        number, (address, pid) = list(self._stages).index(process) + 1, process
-        several = len({address for address, _ in self._stages}) > 1
-        return f"replica {number} (pid {pid}{f', ip {address}' * several})"
-
-    @contextmanager
-    def progress(self, what: str) -> Iterator[None]:
-        """Shows what is waited for and how far each replica is."""
-        begun_s = time.monotonic()
-        spinner = Spinner("dots")
-
-        def shown() -> Table:
-            table = Table.grid(padding=(0, 1))
-            table.add_row(spinner, f"{what} ({time.monotonic() - begun_s:.0f} s)")
-            for process, stage in list(self._stages.items()):
-                table.add_row("", f"{self._name(process)} {stage}")
-            return table
-
-        if not self._moving:
-            self.say(f"{what} ...")
-            yield
-            return
-        with Live(console=self.console, transient=True, get_renderable=shown):
-            yield
+                number = list(self._stages).index(process) + 1
+                self.say(f"replica {number} (pid {process[1]}, ip {process[0]}) {stage}")
