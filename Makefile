@@ -114,12 +114,13 @@ bench-scheduler: $(SETUP)  ## the scheduler's share of them
 
 SIMULATE = $(BIN)/lockstep simulate --batch-size 8
 SHORT_ROWS = --prompt-tokens 50..300 --new-tokens 64..192
+ONE_AND_FOUR = --shards 1 --shards 4
 SIMULATED = $(RESULTS)/simulate
 simulate: $(SETUP)  ## a thousand replicas, the end of one pool, grouping against none: in virtual time
-	$(SIMULATE) $(SHORT_ROWS) --replicas 4,8,16,32,64 --shards 1,4 --requests 40 --in-flight 24 --per-replica --json $(SIMULATED)_pool.json --svg $(SIMULATED)_pool.svg
-	$(SIMULATE) $(SHORT_ROWS) --replicas 256 --shards 1,4 --requests 32 --in-flight 16 --per-replica --json $(SIMULATED)_shards.json --svg $(SIMULATED)_shards.svg
-	$(SIMULATE) --replicas 2 --rate 16 --requests 10000 --pool-cost none --baseline eqspec --svg $(SIMULATED)_baseline.svg
-	$(SIMULATE) $(SHORT_ROWS) --replicas 1024 --requests 100000 --rate 6500 --pool-cost none --json $(SIMULATED)_1024.json --svg $(SIMULATED)_1024.svg
+	$(SIMULATE) $(SHORT_ROWS) $(foreach n,4 8 16 32 64,--replicas $(n)) $(ONE_AND_FOUR) --requests 40 --in-flight 24 --per-replica --json $(SIMULATED)_pool.json
+	$(SIMULATE) $(SHORT_ROWS) --replicas 256 $(ONE_AND_FOUR) --requests 32 --in-flight 16 --per-replica --json $(SIMULATED)_shards.json
+	for rounds in 1 4; do $(SIMULATE) --replicas 2 --rate 16 --requests 10000 --pool-cost none --wait-rounds $$rounds; done
+	$(SIMULATE) $(SHORT_ROWS) --replicas 1024 --requests 100000 --rate 6500 --pool-cost none --json $(SIMULATED)_1024.json
 
 worlds: SEED ?= 1
 worlds: N ?= 20000

@@ -10,6 +10,7 @@ compared.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from statistics import median, quantiles
@@ -19,8 +20,8 @@ from transformers import AutoTokenizer
 from benchmarks.shared.command_line import add_pair, pair_config, parser_of
 from benchmarks.shared.prompts import benchmark_tokens
 from benchmarks.shared.report import table, write_json
-from cluster.bench.arrivals import Closed, Extent
-from cluster.bench.engine import drive
+from cluster.bench.arrivals import Closed, Extent, drive
+from cluster.bench.engine import over_engine
 from cluster.bench.figures import first_token_times
 from cluster.local_engine import LocalEngine
 from replicas.models.load import resolve
@@ -49,7 +50,8 @@ def serve(
     """Runs the requests, `in_flight` at a time."""
     engine = LocalEngine(replica, config)
     count = len(requests)
-    records = drive(engine, requests.__getitem__, Closed(in_flight), Extent(requests=count))
+    send = over_engine(engine, requests.__getitem__)
+    records = asyncio.run(drive(send, Closed(in_flight), Extent(requests=count)))
     outputs = [engine.outputs[request.id].tokens for request in requests]
     waits = first_token_times(records)
     assert len(waits) == count, "every request gets tokens"

@@ -10,11 +10,13 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import ray
 from ray import serve
 from ray._private import worker
+from ray._private.ray_logging import global_worker_stdstream_dispatcher as dispatcher
 from ray.actor import ActorHandle
 from ray.serve import Application, RunTarget
 from ray.serve.config import HTTPOptions, gRPCOptions
@@ -32,6 +34,10 @@ _DELETE_S = 10.0
 """For Serve to notice what was killed; it looks several times a second."""
 _ENVELOPE_BYTES_MAX = 1 << 20
 """What Serve sends along with a message between its own processes: pickled metadata."""
+
+
+Tell = Callable[[Mapping[str, Any]], None]
+"""Takes what a process has logged: `ip`, `pid` and `lines`; called on a thread of Ray's."""
 
 
 class StartFailed(RuntimeError):
@@ -80,16 +86,17 @@ class ClusterRun:
 
     def start(self, app: Application | None = None, *, quiet: bool = False) -> None:
         """`deploy`, and return when all replicas are up. Raises StartFailed as `wait_until`."""
-        self.deploy(app, quiet=quiet)
+        self.deploy(app, tell=(lambda logged: None) if quiet else None)
         self.wait_until(lambda all_up: all_up)
 
     def deploy(
-        self, app: Application | None = None, *, quiet: bool = False, join_ray: bool = False
+        self, app: Application | None = None, *, tell: Tell | None = None, join_ray: bool = False
     ) -> None:
         """Start Ray, Serve and the application, and do not wait for the application.
 
         A Ray that this process is connected to is used. Else a new one is started; with `join_ray`
-        only if none is found, through RAY_ADDRESS or on this machine.
+        only if none is found, through RAY_ADDRESS or on this machine. What its processes log goes
+        to `tell` in place of this one's output.
         """
         if not ray.is_initialized():
             for name, value in ray_environment(self._config).items():
@@ -97,12 +104,15 @@ class ClusterRun:
             ray.init(
                 address=None if join_ray else "local",
                 include_dashboard=False,
-                log_to_driver=not quiet,
-                logging_level=logging.ERROR if quiet else logging.INFO,
+                logging_level=logging.INFO if tell is None else logging.ERROR,
             )
+            worker._worker_logs_enabled = tell is None
+            if tell is not None:
+                # The name is that of Ray's own, by which `ray.shutdown` takes it away.
+                dispatcher.add_handler("ray_print_logs", tell)
             self._connected = True
             self._began_ray = _began_ray_here()
-        if quiet:
+        if tell is not None:
             logging.getLogger("ray.serve").setLevel(logging.ERROR)
         before = serve.status()
         self._began_serve |= not (before.proxies or before.applications)

@@ -11,7 +11,7 @@ import itertools
 import json
 import os
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,9 +24,9 @@ import ray
 
 from benchmarks.shared.processes import cluster_processes
 from benchmarks.shared.report import percentiles
-from cluster.bench.arrivals import Closed, Extent
+from cluster.bench.arrivals import Closed, Extent, drive
 from cluster.bench.figures import Record, first_token_times, latencies
-from cluster.bench.load import drive, grpc_request
+from cluster.bench.load import grpc_request
 from cluster.bench.workload import Workload
 from cluster.client import NO_RETRY, AsyncClient
 from cluster.config import ClusterConfig
@@ -136,7 +136,7 @@ class Clients:
 async def compare(
     clients: Clients,
     load: Load,
-    base: Callable[[Load], Base],
+    base: Callable[[Load], Awaitable[Base]],
     rounds: int,
     count_batches: Callable[[], int],
 ) -> dict[str, Any]:
@@ -147,7 +147,7 @@ async def compare(
     bases: list[Base] = []
     runs: dict[str, list[Served]] = {way: [] for way in WAYS}
     for _ in range(rounds):
-        bases.append(base(load))
+        bases.append(await base(load))
         for way in WAYS:
             served = await run(clients, load, way, count_batches)
             assert served.tokens == bases[-1].tokens, f"{way}: a wrong token"

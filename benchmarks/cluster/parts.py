@@ -7,7 +7,7 @@ synthetic replicas is the same scheduler over as many of them in virtual time.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,8 @@ from benchmarks.cluster.load import WAYS, Base, Load, batch_counter, clients_of,
 from benchmarks.shared.prompts import HELD_OUT_LENGTHS, benchmark_tokens
 from benchmarks.shared.synthetic import Speed, synthetic_loader, synthetic_spec
 from cluster import app
-from cluster.bench.arrivals import Closed, Extent
-from cluster.bench.engine import drive
+from cluster.bench.arrivals import Closed, Extent, drive
+from cluster.bench.engine import over_engine
 from cluster.bench.figures import latencies
 from cluster.bench.workload import engine_request, synthetic_prompts
 from cluster.config import ClusterConfig
@@ -47,11 +47,11 @@ def measure_real(
         requests = min(max(8, requests_per_client * number), len(prompts))
         return Load(prompts[:requests], new_tokens, number)
 
-    def base(load: Load) -> Base:
-        return in_process(replica, config, load)
+    async def base(load: Load) -> Base:
+        return await in_process(replica, config, load)
 
     warm_up = Load(prompts[:16], 32, 16)
-    base(warm_up)
+    asyncio.run(base(warm_up))
     return _measure(config, None, warm_up, [load(number) for number in in_flight], base, rounds)
 
 
@@ -71,8 +71,12 @@ def measure_synthetic(
         load.in_flight: ideal(load, spec, speed, config.replicas, config.scheduler)
         for load in loads
     }
+
+    async def base(load: Load) -> Base:
+        return bests[load.in_flight]
+
     served = app.build_app(config, load=synthetic_loader(spec, speed))
-    return _measure(config, served, warm_up, loads, lambda load: bests[load.in_flight], rounds)
+    return _measure(config, served, warm_up, loads, base, rounds)
 
 
 def _measure(
@@ -80,7 +84,7 @@ def _measure(
     served: Any,
     warm_up: Load,
     loads: Sequence[Load],
-    base: Callable[[Load], Base],
+    base: Callable[[Load], Awaitable[Base]],
     rounds: int,
 ) -> list[dict[str, Any]]:
     """`served`: the application of Serve, None for the usual one. One entry per load."""
@@ -104,7 +108,7 @@ def _measure(
         cluster.stop()
 
 
-def in_process(replica: Replica, config: ClusterConfig, load: Load) -> Base:
+async def in_process(replica: Replica, config: ClusterConfig, load: Load) -> Base:
     """The engine alone with so many requests in flight."""
     engine = LocalEngine(replica, config.scheduler)
     workload, count = load.workload(), len(load.prompts)
@@ -112,7 +116,8 @@ def in_process(replica: Replica, config: ClusterConfig, load: Load) -> Base:
     def request(number: int) -> Request:
         return engine_request(workload, number, encode=lambda _text: (), eos=())
 
-    records = drive(engine, request, Closed(load.in_flight), Extent(requests=count))
+    send = over_engine(engine, request)
+    records = await drive(send, Closed(load.in_flight), Extent(requests=count))
     spent_s = max(record.end_s or 0.0 for record in records)
     tokens = [output.tokens for output in engine.outputs.values()]  # in the order of sending
     return Base(sum(map(len, tokens)) / spent_s, tuple(latencies(records)), tokens)

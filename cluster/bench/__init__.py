@@ -1,4 +1,5 @@
 """`lockstep bench`: load, figures, and the report of a run.
 
-`load` speaks to a cluster by gRPC, `openai_load` to any server by HTTP; nothing here needs Ray.
+`load` speaks to a cluster by gRPC, `openai_load` to any server by HTTP, `engine` to one of this
+process; nothing here needs Ray.
 """

@@ -1,17 +1,15 @@
 """Load for the engine of this process: one replica, the scheduler, no Ray and no network.
 
-Requests enter between two batches, so one that is due while a batch runs waits for its end; the
-latency counts from when it was due all the same. A place of a closed loop whose request is refused
-asks again after the next batch, or after a pause where nothing runs.
+A batch holds up the event loop, so requests enter between two batches, and one that is due while a
+batch runs is sent late; its latency counts from when it was due all the same.
 """
 
 from __future__ import annotations
 
-import time
+import asyncio
 from collections.abc import Callable
-from itertools import repeat
 
-from cluster.bench.arrivals import Arrivals, Closed, Extent, Note
+from cluster.bench.arrivals import Send
 from cluster.bench.figures import Record
 from cluster.local_engine import LocalEngine, Output
 from scheduler.errors import LockstepError
@@ -21,54 +19,43 @@ REFUSED_PAUSE_S = 0.01
 """A refusal takes no time here, and each leaves a record: over a network it would take some."""
 
 
-def drive(
-    engine: LocalEngine,
-    make: Callable[[int], Request],
-    arrivals: Arrivals,
-    extent: Extent,
-    note: Note = lambda ended: None,
-    clock: Callable[[], float] = time.perf_counter,
-    sleep: Callable[[float], None] = time.sleep,
-) -> list[Record]:
-    """Send the requests `make(0)`, `make(1)`, ... and run until all have ended."""
-    begun_s = clock()
-    records: list[Record] = []
-    live: list[tuple[Record, Output]] = []
-    closed = isinstance(arrivals, Closed)
-    due = repeat(0.0) if isinstance(arrivals, Closed) else arrivals.due_s()
-    next_s = next(due)
-    while True:
-        refused = 0
-        while True:
-            now_s = clock() - begun_s
-            if extent.ended(len(records), now_s if closed else next_s):
-                break
-            if isinstance(arrivals, Closed):
-                if len(live) + refused >= arrivals.in_flight:
-                    break
-            elif next_s > now_s:
-                break
-            number = len(records)
-            record = Record(number, now_s if closed else next_s, now_s)
-            records.append(record)
-            next_s = next(due)
-            request = make(number)
-            record.prompt_tokens = len(request.prompt)
-            try:
-                live.append((record, engine.submit(request)))
-            except LockstepError as error:
-                record.error, record.end_s = type(error).__name__, clock() - begun_s
-                refused += 1
-        if live:
-            progressed = engine.advance()
-            assert progressed, "the scheduler left requests without a batch"
-            now_s = clock() - begun_s
-            live = [(record, output) for record, output in live if not _look(record, output, now_s)]
-            note(len(records) - len(live))
-        elif extent.ended(len(records), now_s if closed else next_s):
-            return records
-        else:
-            sleep(REFUSED_PAUSE_S if closed else max(next_s - now_s, 0.0))
+def over_engine(engine: LocalEngine, make: Callable[[int], Request]) -> Send:
+    """Runs `make(0)`, `make(1)`, ... together, as far as they are sent together."""
+    live: dict[asyncio.Future[None], tuple[Record, Output, Callable[[], float]]] = {}
+    running: asyncio.Task[None] | None = None
+
+    async def run() -> None:
+        try:
+            while live:
+                progressed = engine.advance()
+                assert progressed, "the scheduler left requests without a batch"
+                for ended, (record, output, now_s) in list(live.items()):
+                    if _look(record, output, now_s()):
+                        del live[ended]
+                        ended.set_result(None)
+                # In a closed loop the next requests are sent here.
+                await asyncio.sleep(0)
+        except Exception as error:
+            for ended in live:
+                ended.set_exception(error)
+
+    async def send(number: int, record: Record, now_s: Callable[[], float]) -> None:
+        nonlocal running
+        request = make(number)
+        record.prompt_tokens = len(request.prompt)
+        try:
+            output = engine.submit(request)
+        except LockstepError as error:
+            record.error = type(error).__name__
+            await asyncio.sleep(REFUSED_PAUSE_S)
+            return
+        ended = asyncio.get_running_loop().create_future()
+        live[ended] = record, output, now_s
+        if running is None or running.done():
+            running = asyncio.create_task(run())
+        await ended
+
+    return send
 
 
 def _look(record: Record, output: Output, now_s: float) -> bool:
@@ -79,7 +66,6 @@ def _look(record: Record, output: Output, now_s: float) -> bool:
     if output.reason is None:
         return False
     usage = output.usage
-    record.end_s = now_s
     if output.reason not in (FinishReason.STOP, FinishReason.LENGTH):
         record.error = output.reason.name
     record.steps, record.draft_tokens = usage.steps, usage.draft_tokens

@@ -1,22 +1,16 @@
-"""Load for a running server: many streams at once from one event loop, by default through gRPC."""
+"""Load for a running cluster, through gRPC."""
 
 from __future__ import annotations
 
-import asyncio
-import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 
 import grpc
 
-from cluster.bench.arrivals import Arrivals, Closed, Extent, Note
+from cluster.bench.arrivals import Send
 from cluster.bench.figures import Record
 from cluster.bench.workload import Workload
 from cluster.client import AsyncClient
 from protos import lockstep_pb2 as pb
-
-Send = Callable[[int, Record, Callable[[], float]], Awaitable[None]]
-"""Sends the request of this number, and notes in the record what comes and when, by the clock that
-it is given; a failure too."""
 
 
 def grpc_request(workload: Workload, number: int) -> pb.GenerateRequest:
@@ -41,50 +35,6 @@ def over_grpc(client: AsyncClient, make: Callable[[int], pb.GenerateRequest]) ->
             record.error = error.code().name
 
     return send
-
-
-async def drive(
-    send: Send,
-    arrivals: Arrivals,
-    extent: Extent,
-    note: Note = lambda ended: None,
-    clock: Callable[[], float] = time.perf_counter,
-) -> list[Record]:
-    """Send the requests 0, 1, ... and wait until all have ended.
-
-    A request that fails is noted with its status code; the load goes on.
-    """
-    begun_s = clock()
-    records: list[Record] = []
-    ended = 0
-
-    async def one(due_s: float | None) -> None:
-        nonlocal ended
-        number = len(records)
-        now_s = clock() - begun_s
-        record = Record(number, now_s if due_s is None else due_s, now_s)
-        records.append(record)
-        await send(number, record, lambda: clock() - begun_s)
-        record.end_s = clock() - begun_s
-        ended += 1
-        note(ended)
-
-    async with asyncio.TaskGroup() as group:
-        if isinstance(arrivals, Closed):
-
-            async def place() -> None:
-                while not extent.ended(len(records), clock() - begun_s):
-                    await one(None)
-
-            for _ in range(arrivals.in_flight):
-                group.create_task(place())
-        else:
-            for sent, due_s in enumerate(arrivals.due_s()):
-                if extent.ended(sent, due_s):
-                    break
-                await asyncio.sleep(max(due_s - (clock() - begun_s), 0.0))
-                group.create_task(one(due_s))
-    return records
 
 
 def take_chunk(record: Record, chunk: pb.GenerateChunk, now_s: float) -> None:

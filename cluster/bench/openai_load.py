@@ -8,8 +8,8 @@ from typing import Any
 
 import aiohttp
 
+from cluster.bench.arrivals import Send
 from cluster.bench.figures import Record
-from cluster.bench.load import Send
 from cluster.bench.workload import BenchError, Workload
 
 _SILENCE_S = 600.0

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from cluster.bench.arrivals import Arrivals, Closed, Extent
+from cluster.bench.arrivals import Arrivals, Closed, Extent, Send, drive
 from cluster.bench.figures import Record, summarise
-from cluster.bench.load import Send, drive, grpc_request, over_grpc
+from cluster.bench.load import grpc_request, over_grpc
 from cluster.bench.openai_load import OpenAIServer
 from cluster.bench.report import Report, machine
 from cluster.bench.workload import BenchError, Workload, engine_request, synthetic_prompts
@@ -53,95 +55,102 @@ class Plan:
             prompts = synthetic_prompts(self.limit, lengths, vocab_size, self.seed)
         return Workload(prompts, self.options, self.seed, secrets.token_hex(8))
 
-    @property
-    def warming(self) -> tuple[Closed, Extent]:
-        return Closed(min(self.warm_up, 8) or 1), Extent(requests=self.warm_up)
+
+@dataclass(frozen=True)
+class Service:
+    """What is measured."""
+
+    sends: Callable[[Workload], Send]
+    vocab_size: int
+    """0 where it is not known."""
+    said: Mapping[str, Any]
+    """What it says of itself, for the report."""
+    retries: Callable[[], int] = lambda: 0
+    """Calls that were asked again so far."""
 
 
-def run_on_engine(plan: Plan, config: ClusterConfig, note: Note) -> Report:
-    """Load a replica here and drive it. Raises what loading raises, and BenchError."""
+@asynccontextmanager
+async def engine(config: ClusterConfig, note: Note) -> AsyncIterator[Service]:
+    """A replica that is loaded here. Raises what loading raises."""
     import torch
 
-    from cluster.bench import engine as driver
+    from cluster.bench.engine import over_engine
     from cluster.frontend.target_text import TargetText
     from cluster.local_engine import LocalEngine
+    from cluster.worker.loading import tell_of_weights
     from replicas.replica import Replica
 
+    tell_of_weights(lambda done, total: note("weights", done, total))
     replica = Replica.load(config.planned_replica)
     text = TargetText.load(config.replica)
-    workload = plan.workload(replica.spec.vocab_size)
-    engine = LocalEngine(replica, config.scheduler)
+    local = LocalEngine(replica, config.scheduler)
 
-    def requests(asked: Workload) -> Callable[[int], Any]:
-        return lambda n: engine_request(asked, n, text.encode, text.eos_token_ids)
+    def sends(workload: Workload) -> Send:
+        ask = partial(engine_request, workload, encode=text.encode, eos=text.eos_token_ids)
+        return over_engine(local, ask)
 
-    warming = _noting(note, "warm-up", plan.warm_up)
-    driver.drive(engine, requests(_salted(workload)), *plan.warming, warming)
-    noting = _noting(note, "load", plan.extent.requests)
-    records = driver.drive(engine, requests(workload), plan.arrivals, plan.extent, noting)
-    served_by = {
+    said = {
         "served by": "the engine of this process",
         **_served(config.replica.target, config.replica.drafting.method, replica.spec),
         "drafted by": config.replica.drafting.model,
         "rows of a batch": config.scheduler.rows_max,
         "torch threads": torch.get_num_threads(),
     }
-    return report_of(plan, records, served_by)
+    yield Service(sends, replica.spec.vocab_size, said)
 
 
-async def run_on_cluster(plan: Plan, server: Any, note: Note) -> Report:
-    """Drive the cluster at `server`, a `cluster.client.channel.Server`. Raises grpc.RpcError where
-    it cannot be asked, and BenchError."""
+@asynccontextmanager
+async def cluster(server: Any) -> AsyncIterator[Service]:
+    """The cluster at `server`, a `cluster.client.channel.Server`. Raises grpc.RpcError where it
+    cannot be asked."""
     async with AsyncClient(server.address, server.api_key, server.tls) as client:
         replicas = list((await client.status()).replicas)
-        workload = plan.workload(min((each.vocab_size for each in replicas), default=0))
-
-        def sends(asked: Workload) -> Send:
-            return over_grpc(client, lambda number: grpc_request(asked, number))
-
-        await _warm_up(plan, sends(_salted(workload)), note)
-        retries = client.retries
-        records = await _load(plan, sends(workload), note)
-        retries = client.retries - retries
-    served_by = {"served by": f"the cluster at {server.address}", "replicas": len(replicas)}
-    for first in replicas[:1]:
-        served_by |= _served(first.target, first.drafter, first) | {"drafted by": first.draft}
-    return report_of(plan, records, served_by, retries)
+        said = {"served by": f"the cluster at {server.address}", "replicas": len(replicas)}
+        for first in replicas[:1]:
+            said |= _served(first.target, first.drafter, first) | {"drafted by": first.draft}
+        yield Service(
+            lambda workload: over_grpc(client, partial(grpc_request, workload)),
+            min((each.vocab_size for each in replicas), default=0),
+            said,
+            lambda: client.retries,
+        )
 
 
-async def run_on_openai(
-    plan: Plan, url: str, key: str | None, model: str | None, chat: bool, note: Note
-) -> Report:
-    """Drive a server of OpenAI's API. `model`: None is the first that it names; `chat`: it is asked
-    for chat completions. Raises BenchError where it cannot be asked."""
-    workload = plan.workload(0)
+@asynccontextmanager
+async def openai(
+    url: str, key: str | None, model: str | None, chat: bool
+) -> AsyncIterator[Service]:
+    """A server of OpenAI's API. `model`: None is the first that it names; `chat`: it is asked for
+    chat completions. Raises BenchError where it cannot be asked."""
     async with OpenAIServer(url, key, model, chat) as server:
-        await _warm_up(plan, server.sends(_salted(workload)), note)
-        records = await _load(plan, server.sends(workload), note)
-    served_by = {
-        "served by": f"OpenAI's API at {url}",
-        "target": server.model,
-        "endpoint": "chat" if chat else "completions",
-    }
-    return report_of(plan, records, served_by)
+        said = {
+            "served by": f"OpenAI's API at {url}",
+            "target": server.model,
+            "endpoint": "chat" if chat else "completions",
+        }
+        yield Service(server.sends, 0, said)
 
 
-async def _warm_up(plan: Plan, send: Send, note: Note) -> None:
-    await drive(send, *plan.warming, _noting(note, "warm-up", plan.warm_up))
-
-
-async def _load(plan: Plan, send: Send, note: Note) -> list[Record]:
-    noting = _noting(note, "load", plan.extent.requests)
-    return await drive(send, plan.arrivals, plan.extent, noting)
-
-
-def _salted(workload: Workload) -> Workload:
-    """For the warm-up, which must leave no prompt in a cache for the load to find."""
-    return replace(workload, salt=f"{workload.salt} warm-up")
-
-
-def _noting(note: Note, phase: str, total: int | None) -> Callable[[int], None]:
-    return lambda ended: note(phase, ended, total)
+async def measure(plan: Plan, service: AbstractAsyncContextManager[Service], note: Note) -> Report:
+    """The warm-up and the load. Raises what the service raises, and BenchError."""
+    async with service as served:
+        workload = plan.workload(served.vocab_size)
+        # The warm-up leaves no prompt in a cache for the load to find.
+        warming = replace(workload, salt=f"{workload.salt} warm-up")
+        await drive(
+            served.sends(warming),
+            Closed(min(plan.warm_up, 8) or 1),
+            Extent(requests=plan.warm_up),
+            lambda ended: note("warm-up", ended, plan.warm_up),
+        )
+        retries = served.retries()
+        records = await drive(
+            served.sends(workload),
+            plan.arrivals,
+            plan.extent,
+            lambda ended: note("load", ended, plan.extent.requests),
+        )
+        return _report(plan, records, served.said, served.retries() - retries)
 
 
 def _served(target: str, drafter: str, replica: Any) -> dict[str, Any]:
@@ -150,10 +159,7 @@ def _served(target: str, drafter: str, replica: Any) -> dict[str, Any]:
     return {"target": target, "drafter": drafter or "none", **own}
 
 
-def report_of(
-    plan: Plan, records: list[Record], served_by: Mapping[str, Any], retries: int = 0
-) -> Report:
-    """What was asked for, and what came of it."""
+def _report(plan: Plan, records: list[Record], said: Mapping[str, Any], retries: int) -> Report:
     random_tokens = f"random tokens, {plan.prompt_tokens} per prompt"
     return Report(
         created=datetime.now().astimezone().isoformat(timespec="seconds"),
@@ -166,7 +172,7 @@ def report_of(
             "warm-up requests": plan.warm_up,
             **plan.options,
             "seed": plan.seed,
-            **served_by,
+            **said,
         },
         machine=machine(),
         summary=summarise(records, retries),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from cluster.cli.client_flags import with_request, with_server
-from cluster.cli.flags import ENGINE, output, with_settings, write
+from cluster.cli.flags import ENGINE, lengths, output, with_settings, write
 
 if TYPE_CHECKING:
     from cluster.bench.report import Report
@@ -49,10 +49,7 @@ def bench(
         typer.Option(help="JSON lines with 'prompt' or 'turns'.", exists=True, dir_okay=False),
     ] = None,
     prompt_tokens: Annotated[
-        str | None,
-        typer.Option(
-            help="Random prompts of so many tokens; the default, 64..256.", metavar="N..M"
-        ),
+        str | None, lengths("Random prompts of so many tokens; the default, 64..256.")
     ] = None,
     limit: Annotated[int, typer.Option(min=1, help="Distinct prompts at most.")] = 64,
     requests: Annotated[
@@ -97,30 +94,31 @@ def bench(
         raise typer.BadParameter("give either --in-flight or --rate")
     if prompts is not None and prompt_tokens is not None:
         raise typer.BadParameter("give either --prompts or --prompt-tokens")
+    if openai and prompts is None:
+        raise typer.BadParameter("--openai: needs --prompts")
+    from cluster.bench import session
     from cluster.bench.arrivals import Closed, Extent, Poisson
-    from cluster.bench.session import Plan
-    from scheduler.simulation import parse_lengths
+    from cluster.cli.terminal import Bars
 
-    prompt_tokens = prompt_tokens or "64..256"
-    try:
-        parse_lengths(prompt_tokens)
-    except ValueError as error:
-        raise typer.BadParameter(f"--prompt-tokens: {error}") from None
     if requests is None and duration is None:
         requests = 64
     options = {"max_new_tokens": NEW_TOKENS} | ({} if stop_at_eos else {"ignore_eos": True})
-    plan = Plan(
+    plan = session.Plan(
         arrivals=Closed(in_flight or 16) if rate is None else Poisson(rate, seed),
         extent=Extent(requests, duration),
         warm_up=warm_up,
         prompts=prompts,
-        prompt_tokens=prompt_tokens,
+        prompt_tokens=prompt_tokens or "64..256",
         limit=limit if requests is None else min(limit, requests),
         seed=seed,
         options=options | request,
     )
-    chat = endpoint == "chat"
-    report = _measured(plan, settings if engine else None, server, openai, model, chat)
+    bars = Bars()
+    if openai:
+        service = session.openai(openai, server.api_key, model, endpoint == "chat")
+    else:
+        service = session.engine(settings, bars.note) if engine else session.cluster(server)
+    report = _measured(plan, service, bars, server)
     _print(report)
     from cluster.bench.page import to_html
     from cluster.bench.report import to_json
@@ -130,33 +128,21 @@ def bench(
     raise typer.Exit(1 if report.summary.failed else 0)
 
 
-def _measured(
-    plan: Any, engine: Any, server: Any, openai: str | None, model: str | None, chat: bool
-) -> Report:
+def _measured(plan: Any, service: Any, bars: Any, server: Any) -> Report:
     """Ends the command with status 1 where the server could not be asked, with 2 where what was
-    asked for cannot be measured. `engine`: settings of one in this process."""
+    asked for cannot be measured."""
     import grpc
 
-    from cluster.bench import session
-    from cluster.cli.terminal import Bars, console, failure
-    from cluster.worker.loading import tell_of_weights
-    from scheduler.errors import LockstepError
+    from cluster.bench.session import measure
+    from cluster.cli.terminal import console, failure
 
     notes = console(stderr=True)
     try:
-        with Bars() as bars:
-            if openai:
-                measuring = session.run_on_openai(
-                    plan, openai, server.api_key, model, chat, bars.note
-                )
-                return asyncio.run(measuring)
-            if engine is None:
-                return asyncio.run(session.run_on_cluster(plan, server, bars.note))
-            tell_of_weights(lambda done, total: bars.note("weights", done, total))
-            return session.run_on_engine(plan, engine, bars.note)
+        with bars:
+            return asyncio.run(measure(plan, service, bars.note))
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
-    except (ValueError, OSError, LockstepError) as error:
+    except (ValueError, OSError) as error:
         notes.print(str(error))
         raise typer.Exit(2) from None
     except grpc.RpcError as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -16,10 +15,8 @@ from cluster.client import Client, RetryPolicy
 from cluster.client.channel import Server
 from protos import lockstep_pb2 as pb
 
-PATIENCE = RetryPolicy(give_up_s=10.0)
-"""A short wait: a server that starts anew may take longer, but the user can ask again."""
-_TELL_S = 1.0
-"""After so long without a server the user is told of the wait."""
+PATIENCE = RetryPolicy(give_up_s=5.0)
+"""A short wait, for nothing is said of it: the user can ask again."""
 HELP = "Ctrl-C stops an answer; /reset begins anew, /stats shows figures, /exit ends."
 
 
@@ -64,10 +61,8 @@ class Conversation:
         self._first = [pb.ChatMessage(role="system", content=system)] if system else []
         self._options = options
         self._write = write
-        self._ends: list[tuple[pb.End, float]] = []
-        """How each answer ended, and its seconds."""
-        self._retries = 0
-        """Of the client, when a piece of an answer came last."""
+        self._figures = ""
+        """Of the last answer."""
         self.turns = list(self._first)
 
     def run(self, read: Callable[[str], str]) -> None:
@@ -106,43 +101,28 @@ class Conversation:
         request = pb.GenerateRequest(messages=asked, **self._options)
         answer = ""
         begun_s = time.perf_counter()
-        self._retries = self._client.retries
-        ended = threading.Event()
         stream = self._client.stream(request)
         try:
-            threading.Thread(target=self._tell, args=(ended,), daemon=True).start()
             for chunk in stream:
-                self._retries = self._client.retries
                 answer += chunk.text
                 self._write(chunk.text)
                 if chunk.HasField("end"):
-                    self._ends.append((chunk.end, time.perf_counter() - begun_s))
+                    seconds = time.perf_counter() - begun_s
+                    self._figures = figures(chunk.end, seconds, chunk.end.first_token_s)
         except KeyboardInterrupt:
             self._write(" [stopped]")
         except grpc.RpcError as error:
             self._write(("\n" if answer else "") + failure(self._server, error))
         finally:
-            ended.set()
             # Cancels the call if it still runs.
             stream.close()  # type: ignore[attr-defined]
         self._write("\n")
         if answer:
             self.turns = [*asked, pb.ChatMessage(role="assistant", content=answer)]
 
-    def _tell(self, ended: threading.Event) -> None:
-        """Say once that the server does not answer, if it is asked again and again."""
-        while not ended.wait(_TELL_S):
-            if self._client.retries > self._retries:
-                self._write(f"\n{self._server.address} does not answer; waiting for the server.\n")
-                return
-
     def _stats(self) -> None:
-        for what, ends in (("last answer", self._ends[-1:]), ("all answers", self._ends)):
-            if ends:
-                seconds = sum(one for _, one in ends)
-                first_s = sum(end.first_token_s for end, _ in ends) / len(ends)
-                line = figures([end for end, _ in ends], seconds, first_s)
-                self._write(f"{what}: {line}\n")
+        if self._figures:
+            self._write(f"last answer: {self._figures}\n")
         try:
             status = self._client.status()
         except grpc.RpcError as error:

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
 from rich.console import Console
-from rich.live import Live
-from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
@@ -48,8 +46,6 @@ TEXTS = (
     "If the file does not exist,",
 )
 _READY_S = 180.0
-_COLUMN = 38
-"""Least width of an answer on the screen, in characters."""
 
 
 @dataclass
@@ -58,9 +54,7 @@ class Answer:
 
     question: str
     chat: bool
-    text: str = ""
     tokens: list[int] = field(default_factory=list)
-    end: pb.End | None = None
 
     def request(self, max_new_tokens: int) -> pb.GenerateRequest:
         if not self.chat:
@@ -71,29 +65,18 @@ class Answer:
 
 def run_demo(config: ClusterConfig, max_new_tokens: int, verbose: bool = False) -> int:
     """Returns the exit status: 0 when every output equals plain decoding."""
-    with Terminal(verbose, shown=1) as terminal:
-        return _run(config, max_new_tokens, terminal)
-
-
-def _run(config: ClusterConfig, max_new_tokens: int, terminal: Terminal) -> int:
     from cluster import run
 
+    terminal = Terminal(verbose, stderr=False)
     started_s = time.perf_counter()
     cluster = run.ClusterRun(config)
     chat = config.replica.target != TINY
     answers = [Answer(question, chat) for question in (QUESTIONS if chat else TEXTS)]
     try:
-        with terminal.progress("Ray and Serve start"):
-            cluster.deploy()
-        with terminal.progress(
-            f"Replicas of {config.replica.target} start: {config.replicas}"
-        ) as look:
-
-            def done(all_up: bool) -> bool:
-                look()
-                return all_up
-
-            cluster.wait_until(done)
+        terminal.say("Ray and Serve start ...")
+        cluster.deploy(tell=terminal.tell)
+        terminal.say(f"Replicas of {config.replica.target} start: {config.replicas} ...")
+        cluster.wait_until(lambda all_up: all_up)
         terminal.say(f"Ready after {time.perf_counter() - started_s:.1f} s.\n")
         address = f"localhost:{config.server.grpc_port}"
         total_s, status = asyncio.run(_ask(address, answers, max_new_tokens, terminal.console))
@@ -105,8 +88,8 @@ def _run(config: ClusterConfig, max_new_tokens: int, terminal: Terminal) -> int:
         return 130
     finally:
         cluster.stop()
-    with terminal.progress("Stopped. transformers' generate decodes the same"):
-        equal, ties = _compare(config, answers, max_new_tokens)
+    terminal.say("Stopped. transformers' generate decodes the same ...")
+    equal, ties = _compare(config, answers, max_new_tokens)
     terminal.console.print(_figures(answers, total_s, status, equal, ties))
     return 0 if equal + ties == len(answers) else 1
 
@@ -117,58 +100,21 @@ async def _ask(
     async with AsyncClient(address) as client:
         await client.wait_until_ready(_READY_S)
         started_s = time.perf_counter()
-        streams = [_stream(client, answer, max_new_tokens) for answer in answers]
-        if console.is_terminal:
-            with Live(
-                console=console,
-                refresh_per_second=12,
-                redirect_stdout=False,
-                redirect_stderr=False,
-                get_renderable=lambda: show(answers, *console.size),
-            ):
-                await asyncio.gather(*streams)
-        else:
-            await asyncio.gather(*(_then_print(stream, console) for stream in streams))
+        await asyncio.gather(*(_stream(client, each, max_new_tokens, console) for each in answers))
         return time.perf_counter() - started_s, await client.status()
 
 
-async def _stream(client: AsyncClient, answer: Answer, max_new_tokens: int) -> Answer:
+async def _stream(
+    client: AsyncClient, answer: Answer, max_new_tokens: int, console: Console
+) -> None:
+    """Print the answer when it is complete."""
+    text = ""
     async for chunk in client.stream(answer.request(max_new_tokens)):
-        answer.text += chunk.text
+        text += chunk.text
         answer.tokens.extend(chunk.token_ids)
-        if chunk.HasField("end"):
-            answer.end = chunk.end
-    return answer
-
-
-async def _then_print(stream: Coroutine[Any, Any, Answer], console: Console) -> None:
-    answer = await stream
     between = "\n" if answer.chat else ""
-    console.print(Text.assemble((answer.question, "bold"), between, answer.text), soft_wrap=True)
+    console.print(Text.assemble((answer.question, "bold"), between, text), soft_wrap=True)
     console.print()
-
-
-def show(answers: Sequence[Answer], width: int, height: int) -> Table:
-    """The answers side by side: the last lines of each, so that all fit on the screen."""
-    columns = min(max(1, width // _COLUMN), len(answers))
-    rows = -(-len(answers) // columns)
-    lines = max(1, (height - 1) // rows - 2)
-    inner = width // columns - 4
-    table = Table.grid()
-    for _ in range(columns):
-        table.add_column(width=width // columns)
-    panels = [_panel(answer, inner, lines) for answer in answers]
-    for first in range(0, len(panels), columns):
-        table.add_row(*panels[first : first + columns])
-    return table
-
-
-def _panel(answer: Answer, width: int, lines: int) -> Panel:
-    wrapped = Text(" ".join(answer.text.split())).wrap(Console(width=width), width)
-    shown = Text("\n").join(list(wrapped)[-lines:])
-    title = Text(answer.question, "bold", overflow="ellipsis", no_wrap=True)
-    border = "green" if answer.end else "dim"
-    return Panel(shown, title=title, title_align="left", border_style=border, height=lines + 2)
 
 
 def _compare(
@@ -183,6 +129,7 @@ def _compare(
     from cluster.verify import differences, just_enough, transformers_greedy
 
     transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
     text = TargetText.load(config.replica)
     chat = answers[0].chat
     if not chat:

@@ -23,6 +23,7 @@ from typer.core import TyperCommand
 from cluster.config import SHORT_NAMES, ClusterConfig, ConfigError
 from cluster.config_sources import ALIASES, from_args, from_file, is_null, overridden
 from cluster.sentences import joined
+from scheduler.simulation import parse_lengths
 
 Command = Callable[..., None]
 ENGINE = ("replica", "scheduler")
@@ -234,6 +235,19 @@ def help_of(model: type[BaseModel], field: str) -> str:
 def output(help_: str) -> Any:
     """An option for a file that a command writes when it is done."""
     return typer.Option(help=help_, dir_okay=False, writable=True)
+
+
+def lengths(help_: str) -> Any:
+    """An option for lengths in tokens, as `parse_lengths` reads them."""
+
+    def checked(text: str | None) -> str | None:
+        try:
+            parse_lengths(text or "1")
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from None
+        return text
+
+    return typer.Option(help=help_, metavar="LENGTHS", callback=checked)
 
 
 def write(path: Path | None, text: Callable[[], str]) -> None:

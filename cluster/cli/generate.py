@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import grpc
@@ -47,19 +46,16 @@ def generate(server: Server, prompt: str, options: dict[str, Any], as_json: bool
         print(MessageToJson(response, preserving_proto_field_name=True, indent=None))
     else:
         print()
-        console(stderr=True).print(figures([end], total_s, first_s), style="dim")
+        console(stderr=True).print(figures(end, total_s, first_s), style="dim")
     return 0
 
 
-def figures(ends: Sequence[pb.End], total_s: float, first_s: float) -> str:
-    """One line: tokens, tokens/s, time to the first token, tokens per row and step."""
-    tokens = sum(end.usage.completion_tokens for end in ends)
-    steps = sum(end.speculation.steps for end in ends)
-    drafted = sum(end.speculation.draft_tokens for end in ends)
-    accepted = sum(end.speculation.accepted_tokens for end in ends)
+def figures(end: pb.End, total_s: float, first_s: float) -> str:
+    """One line: tokens, tokens/s, time to the first token, draft tokens accepted."""
+    tokens, of = end.usage.completion_tokens, end.speculation
     return (
         f"{tokens} tokens in {total_s:.2f} s ({tokens / total_s:.1f} tokens/s), "
         f"first token after {first_s * 1000:.0f} ms, "
-        f"{accepted / steps if steps else 0:.2f} draft tokens accepted per step "
-        f"({accepted / drafted if drafted else 0:.0%} of {drafted})"
+        f"{of.accepted_tokens / max(of.steps, 1):.2f} draft tokens accepted per step "
+        f"({of.accepted_tokens / max(of.draft_tokens, 1):.0%} of {of.draft_tokens})"
     )

@@ -29,7 +29,10 @@ main = typer.Typer(
 
 
 Verbose = Annotated[
-    bool, typer.Option("--verbose", help="Ray's and Serve's lines here, not in a file.")
+    bool,
+    typer.Option(
+        "--verbose", help="Ray's and Serve's lines here, not only in /tmp/ray/session_latest/logs."
+    ),
 ]
 
 

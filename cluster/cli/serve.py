@@ -6,7 +6,6 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -20,18 +19,6 @@ from replicas.models.names import DEMO, SMOLLM2, TINY, ModelRefused, with_revisi
 
 if TYPE_CHECKING:
     from cluster.run import ClusterRun
-
-_LOOK_S = 0.5
-
-
-def serve_until_signal(config: ClusterConfig, verbose: bool = False) -> int:
-    """Start the cluster and keep it up until SIGINT or SIGTERM. Returns the exit status.
-
-    0 when the running requests could finish or the grace time had passed; 1 when a second signal
-    ended them at once, or when the cluster did not start within `actors.start_s`.
-    """
-    with Terminal(verbose) as terminal:
-        return _serve(config, terminal)
 
 
 def at_revision(config: ClusterConfig, revision: str) -> ClusterConfig:
@@ -98,9 +85,15 @@ def hide_key() -> None:
         ray._raylet.setproctitle(" ".join(shown))
 
 
-def _serve(config: ClusterConfig, terminal: Terminal) -> int:
+def serve_until_signal(config: ClusterConfig, verbose: bool = False) -> int:
+    """Start the cluster and keep it up until SIGINT or SIGTERM. Returns the exit status.
+
+    0 when the running requests could finish or the grace time had passed; 1 when a second signal
+    ended them at once, or when the cluster did not start within `actors.start_s`.
+    """
     from cluster import run
 
+    terminal = Terminal(verbose)
     hide_key()
     told = threading.Event()
 
@@ -111,29 +104,25 @@ def _serve(config: ClusterConfig, terminal: Terminal) -> int:
 
     cluster = run.ClusterRun(config)
     try:
-        with terminal.progress("Ray and Serve start"):
-            cluster.deploy(join_ray=True)
+        terminal.say("Ray and Serve start ...")
+        cluster.deploy(tell=terminal.tell, join_ray=True)
         # Ray sets handlers of its own while it starts.
         signal.signal(signal.SIGINT, tell)
         signal.signal(signal.SIGTERM, tell)
-        what = f"Replicas of {config.replica.target} start: {_wanted(config)}"
-        with terminal.progress(what) as look:
-            late = _wait_until_ready(cluster, config, told, look)
-            if late:
-                terminal.say(f"The update is not complete: {late}")
-            if not told.is_set():
-                terminal.say(
-                    f"Lockstep serves {config.replica.target} on {_number(cluster, config)} "
-                    f"replica(s): gRPC on port {config.server.grpc_port}, "
-                    f"HTTP on {config.server.http_host}:{config.server.http_port}. "
-                    "Ctrl-C stops it."
-                )
-            # The first replica serves while the others load.
-            while terminal.log and cluster.replicas_up < config.replicas_min:
-                look()
-                if told.wait(_LOOK_S):
-                    break
-            look()
+        least, most = config.replicas_min, config.replicas_max
+        wanted = str(most) if config.autoscaling is None else f"{least} to {most}"
+        terminal.say(f"Replicas of {config.replica.target} start: {wanted} ...")
+        if late := _wait_until_ready(cluster, config, told):
+            terminal.say(f"The update is not complete: {late}")
+        if not told.is_set():
+            # The first has told the pool before Serve knows of it.
+            up = max(cluster.replicas_up, min(1, least))
+            terminal.say(
+                f"Lockstep serves {config.replica.target} on {up} of {wanted} replica(s): "
+                f"gRPC on port {config.server.grpc_port}, "
+                f"HTTP on {config.server.http_host}:{config.server.http_port}. "
+                "Ctrl-C stops it."
+            )
         told.wait()
         terminal.say("Stopping: running requests may finish. A second Ctrl-C ends them.")
         cluster.stop()
@@ -157,25 +146,8 @@ def _serve(config: ClusterConfig, terminal: Terminal) -> int:
     return 0
 
 
-def _wanted(config: ClusterConfig) -> str:
-    if config.autoscaling is not None:
-        return f"{config.replicas_min} to {config.replicas_max}"
-    return str(config.replicas)
-
-
-def _number(cluster: ClusterRun, config: ClusterConfig) -> str:
-    if config.autoscaling is not None:
-        return _wanted(config)
-    # The first has told the pool before Serve knows of it.
-    up = max(1, cluster.replicas_up)
-    return str(up) if up == config.replicas else f"{up} of {config.replicas}"
-
-
 def _wait_until_ready(
-    cluster: ClusterRun,
-    config: ClusterConfig,
-    told: threading.Event,
-    look: Callable[[], None],
+    cluster: ClusterRun, config: ClusterConfig, told: threading.Event
 ) -> str | None:
     """Until the first replica is ready; if none is to be there, until the frontend is up.
 
@@ -187,7 +159,6 @@ def _wait_until_ready(
     with Client(f"localhost:{config.server.grpc_port}") as client:
 
         def done(all_up: bool) -> bool:
-            look()
             if told.is_set():
                 return True
             # A replica of the application that is updated would answer for those to come.

@@ -1,25 +1,29 @@
-"""`lockstep simulate`: its options and its table. The work is in `cluster.simulate`."""
+"""`lockstep simulate`: experiments of `scheduler.simulation` side by side, as a table and JSON."""
 
 from __future__ import annotations
 
+import json as json_text
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, replace
+from itertools import product
 from pathlib import Path
 from random import Random
 from typing import Annotated, Any, Literal
 
 import typer
 
-from cluster import simulate as runs
-from cluster.cli.flags import output, with_settings, write
+from cluster.bench.figures import Distribution
+from cluster.cli.flags import lengths, output, with_settings, write
 from scheduler.messages import ReplicaSpec
 from scheduler.simulation import (
     DEVICES,
     MEASURED_POOL_S,
     PAIRS,
+    Experiment,
+    Figures,
     Roofline,
     Setup,
-    WorkloadRequest,
     drawn,
     parse_lengths,
     poisson,
@@ -39,34 +43,16 @@ def _one_of(names: Collection[str]) -> Any:
     return typer.Option(help=f"One of {listed}.", parser=known, metavar="NAME")
 
 
-def _read(option: str, parse: Callable[[str], Any], text: str) -> Any:
-    """What the option's text means; its ValueError names the option."""
-    try:
-        return parse(text)
-    except ValueError as error:
-        raise typer.BadParameter(f"{option}: {error}") from None
-
-
-def _counts(text: str) -> list[int]:
-    try:
-        counts = [int(part) for part in text.split(",")]
-    except ValueError:
-        counts = []
-    if not counts or min(counts) < 1:
-        raise ValueError(f"expected N or N,M,..., got {text!r}")
-    return counts
-
-
 @with_settings("scheduler")
 def simulate(
     context: typer.Context,
     settings: Any,
     replicas: Annotated[
-        str, typer.Option(help="Number of replicas; several: one after the other.", metavar="N,M")
-    ] = "8",
+        list[int], typer.Option(min=1, help="Number of replicas; given again: one more case.")
+    ] = [8],  # noqa: B006  (typer copies it)
     shards: Annotated[
-        str, typer.Option(help="Number of pools; several likewise.", metavar="N,M")
-    ] = "1",
+        list[int], typer.Option(min=1, help="Number of pools; likewise, each with each.")
+    ] = [1],  # noqa: B006
     requests: Annotated[int, typer.Option(min=1, help="How many requests come.")] = 2000,
     rate: Annotated[
         float | None, typer.Option(min=1e-6, help="Poisson arrivals, requests per second.")
@@ -79,38 +65,24 @@ def simulate(
         typer.Option("--per-replica", help="Requests, rate, in flight are for each."),
     ] = False,
     prompt_tokens: Annotated[
-        str, typer.Option(help="N, N..M or lognormal:MEDIAN:SIGMA.", metavar="LENGTHS")
+        str, lengths("N, N..M or lognormal:MEDIAN:SIGMA.")
     ] = "lognormal:200:0.8",
-    new_tokens: Annotated[
-        str, typer.Option(help="Likewise.", metavar="LENGTHS")
-    ] = "lognormal:200:0.6",
+    new_tokens: Annotated[str, lengths("Likewise.")] = "lognormal:200:0.6",
     acceptance: Annotated[float, typer.Option(min=0, max=1, help="Of draft tokens.")] = 0.7,
     device: Annotated[str, _one_of(DEVICES)] = "h100",
     pair: Annotated[str, _one_of(PAIRS)] = "qwen3-8b/0.6b",
     pool_cost: Annotated[
         Literal["none", "measured"], typer.Option(help="What a batch costs in the pool.")
     ] = "measured",
-    baseline: Annotated[
-        Literal["eqspec"] | None, typer.Option(help="Beside each, rows in order of arrival.")
-    ] = None,
     seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same figures.")] = 0,
     json: Annotated[Path | None, output("Write the figures here.")] = None,
-    svg: Annotated[Path | None, output("Write a picture here.")] = None,
 ) -> None:
     """The real scheduler over many replicas in virtual time; see docs/simulate.md."""
     if (rate is None) == (in_flight is None):
         raise typer.BadParameter("give either --rate or --in-flight")
-    lengths = (
-        _read("--prompt-tokens", parse_lengths, prompt_tokens),
-        _read("--new-tokens", parse_lengths, new_tokens),
-    )
-
-    def requests_for(count: int) -> Sequence[WorkloadRequest]:
-        """Those that come to so many replicas: the same in every case of as many."""
-        rng, times = Random(seed), count if per_replica else 1
-        arrivals = None if rate is None else poisson(rate * times, rng)
-        return drawn(arrivals, requests * times, *lengths, acceptance, rng)
-
+    if max(shards) > min(replicas):
+        raise typer.BadParameter("every shard needs a replica")
+    tokens = parse_lengths(prompt_tokens), parse_lengths(new_tokens)
     hardware = Roofline(DEVICES[device], *PAIRS[pair])
     spec = ReplicaSpec(
         kv_blocks=hardware.kv_blocks(_BLOCK_SIZE),
@@ -122,65 +94,96 @@ def simulate(
     unbounded = {"waiting_requests_max": 10**9, "waiting_tokens_max": 10**12}
     config = settings.scheduler
     config = config.model_copy(update=unbounded | config.model_dump(exclude_unset=True))
-    base = Setup(
-        replicas=1,
-        spec=spec,
-        times=hardware.times,
-        config=config,
-        pool_batch_s=MEASURED_POOL_S if pool_cost == "measured" else 0.0,
-        in_flight=in_flight,
-    )
-    counts = _read("--replicas", _counts, replicas), _read("--shards", _counts, shards)
-    all_cases = runs.cases(base, *counts, baseline is not None, per_replica)
-    if any(case.setup.shards > case.setup.replicas for case in all_cases):
-        raise typer.BadParameter("every shard needs a replica")
-    results = []
-    for case in all_cases:
+    pool_batch_s = MEASURED_POOL_S if pool_cost == "measured" else 0.0
+    base = Setup(1, spec, hardware.times, config, pool_batch_s=pool_batch_s)
+    cases = []
+    for count, pools in product(replicas, shards):
+        times = count if per_replica else 1
+        at_once = None if in_flight is None else in_flight * times
+        setup = replace(base, replicas=count, shards=pools, in_flight=at_once)
         if sys.stderr.isatty():
-            typer.echo(f"{case.named()} ...", err=True)
-        results.append(runs.run(case, requests_for(case.setup.replicas), seed))
+            typer.echo(f"{count} replicas, {pools} pools ...", err=True)
+        rng = Random(seed)
+        arrivals = None if rate is None else poisson(rate * times, rng)
+        coming = drawn(arrivals, requests * times, *tokens, acceptance, rng)
+        figures = Experiment(setup, coming, Random(f"{seed}/study")).run()
+        over_time = [_rounded(asdict(one)) for one in figures.samples]
+        cases.append({**_summary(setup, figures), "over_time": over_time})
     described = {
         "options": {name: each for name, each in context.params.items() if each is not None},
         "scheduler": config.model_dump(),
         "kv_blocks": spec.kv_blocks,
-        "pool_batch_s": base.pool_batch_s,
+        "pool_batch_s": pool_batch_s,
     }
-    _print(results)
-    write(json, lambda: runs.to_json(described, results))
-    write(svg, lambda: runs.picture(results))
-    empty = [result for result in results if not result.figures.finished]
-    for result in empty:
-        typer.echo(f"{result.case.named()}: no request finished", err=True)
-    if empty:
+    _print(cases)
+    write(json, lambda: _as_json({"simulated": described, "cases": cases}))
+    if not all(case["finished"] for case in cases):
+        typer.echo("no request finished", err=True)
         raise typer.Exit(1)
 
 
-def _print(results: Sequence[runs.Result]) -> None:
-    from rich.console import Console
+def _summary(setup: Setup, figures: Figures) -> dict[str, Any]:
+    """The figures as JSON has them; times in virtual seconds."""
+    times = {
+        "latency_s": figures.latency_s,
+        "ttft_s": figures.first_token_s,
+        "token_s": figures.per_token_s,
+    }
+    sums = figures.sums
+    spread = {name: Distribution.of(values) for name, values in times.items()}
+    summary = {
+        "replicas": setup.replicas,
+        "shards": setup.shards,
+        "in_flight": setup.in_flight,
+        "requests": figures.finished + len(figures.refusals),
+        "finished": figures.finished,
+        "refused": len(figures.refusals),
+        "refusal": next(iter(figures.refusals), None),
+        "new_tokens": figures.tokens,
+        "elapsed_s": figures.elapsed_s,
+        "tokens_per_s": figures.tokens_per_s(),
+        "utilisation": figures.utilisation(setup.replicas),
+        "pool_utilisation": figures.pool_utilisation(setup.shards),
+        **{name: asdict(each) if each else None for name, each in spread.items()},
+        "rows_mean": sums.row_steps / max(sums.steps, 1),
+        "spread_mean": sums.spread_mean,
+        "tokens_per_row_and_step": figures.tokens / max(sums.row_steps, 1),
+        "waiting_most": figures.waiting_most,
+        "batches": sums.batches,
+    }
+    return _rounded(summary)  # type: ignore[no-any-return]
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _rounded(one) for key, one in value.items()}
+    return float(f"{value:.5g}") if isinstance(value, float) else value
+
+
+def _as_json(report: dict[str, Any]) -> str:
+    """A line for each case."""
+    text = json_text.dumps(report, separators=(",", ":"), default=str)
+    return text.replace('{"replicas"', '\n{"replicas"') + "\n"
+
+
+def _print(cases: Sequence[dict[str, Any]]) -> None:
     from rich.table import Table
 
-    summaries = [result.summary() for result in results]
-    refused = any(one["refused"] for one in summaries)
-    shown = [_cells(one, refused) for one in summaries]
-    table = Table()
-    table.add_column()
-    for cells in shown:
-        table.add_column(cells["case"], justify="right")
+    from cluster.cli.terminal import console
+
+    out = console()
+    table = Table("replicas / pools", *(f"{one['replicas']} / {one['shards']}" for one in cases))
+    shown = [_cells(one) for one in cases]
     for name in shown[0]:
-        if name != "case":
-            table.add_row(name, *(cells[name] for cells in shown))
-    console = Console(highlight=False)
-    console.print(table)
-    legend = "replicas / pools / rows; median / 99th percentile; rates over the middle half"
-    console.print(legend, style="dim")
-    for reason in dict.fromkeys(one["refusal"] for one in summaries if one["refused"]):
-        console.print(f"refused, the first: {reason}", markup=False)
+        table.add_row(name, *(cells[name] for cells in shown))
+    out.print(table)
+    out.print("median / 99th percentile; rates over the middle half", style="dim")
+    for reason in dict.fromkeys(one["refusal"] for one in cases if one["refused"]):
+        out.print(f"refused, the first: {reason}")
 
 
-def _cells(one: dict[str, Any], refused: bool) -> dict[str, str]:
-    """`refused`: some case has requests that were."""
-    cells = {
-        "case": f"{one['replicas']} / {one['shards']} / {one['rows']}",
+def _cells(one: dict[str, Any]) -> dict[str, str]:
+    return {
         "tokens/s": f"{one['tokens_per_s']:,.0f}",
         "replicas at work": f"{one['utilisation']:.0%}",
         "pools at work": f"{one['pool_utilisation']:.0%}",
@@ -190,11 +193,8 @@ def _cells(one: dict[str, Any], refused: bool) -> dict[str, str]:
         "rows per step": f"{one['rows_mean']:.1f}",
         "spread": f"{one['spread_mean']:.0f}",
         "most that waited": str(one["waiting_most"]),
-        "requests": str(one["requests"]),
+        "requests, of them refused": f"{one['requests']}, {one['refused']}",
     }
-    if refused:
-        cells["of them refused"] = str(one["refused"])
-    return cells
 
 
 def _times(of: dict[str, float] | None, scale: float, unit: str) -> str:

@@ -1,4 +1,4 @@
-"""How far a replica's start is, as lines of its log; `lockstep serve` shows the last of each."""
+"""How far a replica's start is, as lines of its log, which `lockstep serve` shows."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 LOGGER = "lockstep.start"
-UP = "is up"
-"""The last stage. A terminal keeps all lines that end so, and of others the last one only."""
 _SHARES = 10
 
 
@@ -22,8 +20,8 @@ def up(drafter: str) -> None:
     `ReplicaSpec.drafter` says behind the method."""
     _, _, wrong = drafter.partition(", ")
     if wrong:
-        stage(f"drafts badly, {wrong} It serves all the same: it {UP}")
-    stage(UP)
+        stage(f"drafts badly, {wrong} It serves all the same.")
+    stage("is up")
 
 
 def tell_of_weights(tell: Callable[[int, int], None] | None = None) -> None:

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from cluster.config import ClusterConfig
-from cluster.config_sources import from_args
+from cluster.config_sources import from_args, from_file
 from cluster.metrics import METRICS
 from cluster.run import ray_environment
 
@@ -50,37 +50,34 @@ def kuberay() -> tuple[dict[str, Any], Any]:
     return spec["rayClusterConfig"], from_args(args)
 
 
-def test_pods_of_kuberay_follow_the_replicas_and_have_room_for_them() -> None:
+def test_kuberay_has_room_for_the_replicas_and_a_dashboard_with_a_token() -> None:
     cluster, config = kuberay()
-    (workers,) = cluster["workerGroupSpecs"]
+    head, (workers,) = cluster["headGroupSpec"], cluster["workerGroupSpecs"]
     gpus = workers["template"]["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"]
     per_pod = gpus / config.actors.replica_gpus
     assert cluster["enableInTreeAutoscaling"] is True
     assert config.replicas_min < config.replicas_max
     assert workers["minReplicas"] * per_pod == config.replicas_min
     assert workers["maxReplicas"] * per_pod == config.replicas_max
-
-
-def test_the_dashboard_of_kuberay_asks_for_a_token() -> None:
-    cluster, _ = kuberay()
+    # Nothing that reads the models lands on the head.
+    least = min(config.actors.frontend_cpus, config.actors.replica_cpus)
+    assert float(head["rayStartParams"]["num-cpus"]) < least
     assert cluster["authOptions"]["mode"] == "token"
     # Without a version the operator refuses the token's mode.
     pins = (DEPLOY.parent / "constraints.txt").read_text().splitlines()
     assert f"ray=={cluster['rayVersion']}" in pins
-    assert "dashboard-host" not in cluster["headGroupSpec"]["rayStartParams"]
-
-
-def test_prometheus_finds_the_metrics_of_every_pod_of_kuberay() -> None:
-    cluster, _ = kuberay()
-    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+    assert "dashboard-host" not in head["rayStartParams"]
+    # Prometheus finds every pod's metrics.
+    for group in (head, workers):
         (container,) = group["template"]["spec"]["containers"]
         assert {"containerPort": 8080, "name": "metrics"} in container["ports"]
 
 
-def test_nothing_that_reads_the_models_lands_on_the_head_of_kuberay() -> None:
-    cluster, config = kuberay()
-    head, actors = cluster["headGroupSpec"]["rayStartParams"], config.actors
-    assert float(head["num-cpus"]) < min(actors.frontend_cpus, actors.replica_cpus)
+def test_the_section_that_serve_yaml_shows_is_valid(tmp_path: Path) -> None:
+    text = (DEPLOY / "serve.yaml").read_text()
+    path = tmp_path / "serve.yaml"
+    path.write_text(text.replace("# autoscaling:", "autoscaling:"))
+    assert from_file(path).replicas_max == 4
 
 
 def test_the_dashboard_shows_metrics_that_exist_and_shows_all_of_them() -> None:

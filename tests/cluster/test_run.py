@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -136,6 +137,7 @@ def test_a_stop_ends_what_was_begun_here_and_nothing_of_others(
         seen.proxies = {"node": "HEALTHY"}
     cluster = ClusterRun(CONFIG)
     cluster.deploy(APPLICATION, join_ray=True)
+    assert not cluster.updates
     begun = [] if whose_ray == "the caller's" else [("init", None)]
     assert calls == [*begun, "serve.start"]
     calls.clear()
@@ -169,6 +171,8 @@ def test_a_stop_before_anything_was_deployed_deletes_nothing(
     assert calls == []
     cluster = ClusterRun(CONFIG)
     cluster.deploy(APPLICATION)
+    cluster.deploy(APPLICATION)
+    assert cluster.updates
     seen.deployed = False
     cluster.stop()
     assert DELETE not in calls
@@ -186,6 +190,22 @@ def test_a_ray_of_our_own_is_told_what_the_user_has_not_said(
     assert ("init", "local") in calls
     expected = {**told, "RAY_SERVE_PROXY_USE_GRPC": "said"}
     assert {name: os.environ[name] for name in told} == expected
+
+
+def test_what_rays_processes_log_goes_to_who_is_told_and_not_to_the_terminal(
+    calls: list[Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def rays_own(logged: Any) -> None:
+        worker.print_worker_logs(logged, sys.stdout)
+
+    monkeypatch.setattr(worker, "_worker_logs_enabled", True)
+    monkeypatch.setattr(run.dispatcher, "handlers", [("ray", rays_own)])
+    told: list[Any] = []
+    line = {"ip": "192.0.2.1", "pid": 7, "lines": ["is up"]}
+    ClusterRun(CONFIG).deploy(APPLICATION, tell=told.append)
+    run.dispatcher.emit(line)
+    assert told == [line]
+    assert capsys.readouterr() == ("", "")
 
 
 def test_serve_reads_what_it_is_told() -> None:
@@ -248,13 +268,3 @@ def test_what_does_not_start_says_why(
         cluster.start(APPLICATION)
     assert str(raised.value) == said
     assert cluster.replicas_up == (happens is late)
-
-
-def test_an_application_that_was_there_before_is_known_to_be_updated(
-    calls: list[Any], seen: Serve
-) -> None:
-    cluster = ClusterRun(CONFIG)
-    cluster.deploy(APPLICATION)
-    assert not cluster.updates
-    cluster.deploy(APPLICATION)
-    assert cluster.updates

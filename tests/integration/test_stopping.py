@@ -199,6 +199,7 @@ def test_what_runs_is_finished_what_is_new_refused_and_nothing_left_on_a_ray_tha
     ]
     with lockstep_serve(arguments, log, somebodys_ray) as process:
         said = " ".join(log.read_text(errors="replace").split())
+        assert "replica 1 (pid " in said
         assert "on 1 of 2 replica(s)" in said
         streams = Streams(f"localhost:{grpc_port}", 8)
         streams.begin()

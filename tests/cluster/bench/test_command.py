@@ -14,11 +14,14 @@ import pytest
 
 from cluster.bench import session
 from cluster.bench.report import Report
-from cluster.bench.workload import synthetic_prompts
 from replicas.replica import Replica
-from scheduler.simulation import parse_lengths
 from tests.cluster.bench.test_report import report
 from tests.cluster.cli.command import lockstep
+
+DEMO = (
+    *("bench", "--engine", "--target", "tiny", "--requests", "6", "--warm-up", "1"),
+    *("--max-new-tokens", "6", "--batch-size", "2", "--in-flight", "4", "--device", "cpu"),
+)
 
 
 @pytest.mark.parametrize(
@@ -26,7 +29,7 @@ from tests.cluster.cli.command import lockstep
     [
         (["--engine", "--in-flight", "4", "--rate", "2"], "give either --in-flight or --rate"),
         (["--prompts", __file__, "--prompt-tokens", "5"], "give either --prompts or"),
-        (["--prompt-tokens", "9..3"], "--prompt-tokens: expected N"),
+        (["--prompt-tokens", "9..3"], "'--prompt-tokens': expected N"),
         (["--requests", "0"], "--requests"),
         (["--max-new-tokens", "10000000000"], "max_new_tokens"),
         (["--top-k", "10000000000"], "top_k"),
@@ -35,6 +38,11 @@ from tests.cluster.cli.command import lockstep
         (["--batch-size", "4"], "scheduler.rows_max: only with --engine"),
         (["--dtype", "float32"], "replica.dtype: only with --engine"),
         (["--model", "x"], "--model, --endpoint: only with --openai"),
+        (["--openai", "http://127.0.0.1:1"], "--openai: needs --prompts"),
+        (
+            ["--openai", "http://127.0.0.1:1", "--prompts", __file__],
+            "openai: http://127.0.0.1:1/v1/models: ",
+        ),
         (["--openai", "x", "--draft-len", "2"], "--openai: not with --engine and --draft-len"),
     ],
 )
@@ -66,29 +74,26 @@ WRONG = "[enforce fail at alloc_cpu.cpp:117] [/models/x] :cat: no memory"
 def test_the_status_says_what_became_of_a_run(
     result: Any, code: int, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def run(*_given: object) -> Report:
+    async def measure(*_given: object) -> Report:
         if isinstance(result, BaseException):
             raise result
         assert isinstance(result, Report)
         return result
 
-    monkeypatch.setattr(session, "run_on_engine", run)
+    monkeypatch.setattr(session, "measure", measure)
     path = tmp_path / "new" / "a.json"
     assert said in lockstep("bench", "--engine", "--json", str(path), code=code)
     assert path.exists() == isinstance(result, Report)
 
 
-def test_an_output_that_cannot_be_written_costs_no_figures(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(session, "run_on_engine", lambda *_given: found())
+def test_an_output_that_cannot_be_written_costs_no_figures(tmp_path: Path) -> None:
     (tmp_path / "a file").touch()
     written, lost = tmp_path / "a.json", tmp_path / "a file" / "a.html"
-    said = lockstep("bench", "--engine", "--html", str(lost), "--json", str(written), code=1)
+    said = lockstep(*DEMO, "--html", str(lost), "--json", str(written), code=1)
     assert f"{lost} was not written: " in said
     assert "committed per row and step" in said
-    assert json.loads(written.read_text())["figures"]["new_tokens"] == 12
-    assert "is a directory" in lockstep("bench", "--engine", "--json", str(tmp_path), code=2)
+    assert json.loads(written.read_text())["figures"]["new_tokens"] == 36
+    assert "is a directory" in lockstep("bench", "--json", str(tmp_path), code=2)
 
 
 @pytest.mark.parametrize("command", ["bench", "verify"])
@@ -110,26 +115,9 @@ def test_an_engine_has_memory_for_what_is_asked_of_it(
     assert told == [64]
 
 
-@pytest.mark.parametrize(
-    ("text", "least", "most"), [("64", 64, 64), ("64..512", 64, 512), ("1..1", 1, 1)]
-)
-def test_lengths_are_read_and_prompts_keep_to_them(text: str, least: int, most: int) -> None:
-    lengths = parse_lengths(text)
-    prompts = synthetic_prompts(40, lengths, 50, seed=2)
-    assert all(least <= len(prompt) <= most for prompt in prompts)
-    assert all(0 <= token < 50 for prompt in prompts for token in prompt)
-    assert prompts == synthetic_prompts(40, lengths, 50, seed=2)
-    assert prompts != synthetic_prompts(40, lengths, 50, seed=3)
-
-
-@pytest.mark.parametrize("options", [[], ["--temperature", "0.8", "--top-p", "0.9"]])
-def test_the_demo_pair_from_prompts_to_pages(tmp_path: Path, options: list[str]) -> None:
-    arguments = [
-        *("bench", "--engine", "--target", "tiny", "--requests", "6", "--warm-up", "1", *options),
-        *("--max-new-tokens", "6", "--batch-size", "2", "--in-flight", "4", "--device", "cpu"),
-        *("--json", str(tmp_path / "a.json"), "--html", str(tmp_path / "a.html")),
-    ]
-    lockstep(*arguments)
+def test_the_demo_pair_from_prompts_to_pages(tmp_path: Path) -> None:
+    outputs = ["--json", str(tmp_path / "a.json"), "--html", str(tmp_path / "a.html")]
+    lockstep(*DEMO, "--temperature", "0.8", "--top-p", "0.9", *outputs)
     figures = json.loads((tmp_path / "a.json").read_text())["figures"]
     assert (figures["requests"], figures["failed"], figures["new_tokens"]) == (6, 0, 36)
     assert figures["latency_s"]["count"] == 6

@@ -12,9 +12,9 @@ from typing import Any
 
 import grpc
 
-from cluster.bench.arrivals import Closed, Extent, Poisson
-from cluster.bench.figures import Record, summarise
-from cluster.bench.load import drive, grpc_request, over_grpc, take_chunk
+from cluster.bench.arrivals import Extent, Poisson, drive
+from cluster.bench.figures import Record
+from cluster.bench.load import grpc_request, over_grpc, take_chunk
 from cluster.bench.workload import Workload, synthetic_prompts
 from cluster.client import AsyncClient
 from cluster.client.retry import Continuation
@@ -22,8 +22,10 @@ from protos import lockstep_pb2 as pb, lockstep_pb2_grpc
 from replicas.models.names import TINY
 from scheduler.simulation import uniform
 from tests.cluster.cli.command import lockstep
-from tests.cluster.fakes import CONTEXT, VOCAB, FakeReplica
+from tests.cluster.fakes import CONTEXT, VOCAB, FakeReplica, tokenizer
 from tests.cluster.frontend.rig import frontend
+
+TEXTS = ("the quick", "brown fox")
 
 
 @asynccontextmanager
@@ -45,25 +47,6 @@ async def served(step_s: float = 0.0, target: str = "fake") -> AsyncIterator[str
 def workload(**options: Any) -> Workload:
     prompts = synthetic_prompts(3, uniform(4, 9), VOCAB, seed=1)
     return Workload(prompts, {"max_new_tokens": 20, "ignore_eos": True, **options}, seed=7)
-
-
-async def test_a_closed_loop_through_grpc_gets_every_token() -> None:
-    async with served() as address, AsyncClient(address) as client:
-        ended: list[int] = []
-        records = await drive(
-            over_grpc(client, lambda n: grpc_request(workload(), n)),
-            Closed(3),
-            Extent(requests=7),
-            ended.append,
-        )
-        made = summarise(records, client.retries)
-        assert (made.requests, made.failed, made.new_tokens) == (7, 0, 140)
-        prompts = workload().prompts
-        assert made.prompt_tokens == sum(len(prompts[n % 3]) for n in range(7))
-        assert ended == list(range(1, 8))
-        assert made.steps + made.accepted_tokens >= 140
-        assert round(sum(made.accepted_at) * made.steps) == made.accepted_tokens
-        assert all(record.due_s == record.sent_s for record in records)
 
 
 async def test_an_open_loop_does_not_wait_for_answers_and_a_failure_is_one_request() -> None:
@@ -93,6 +76,9 @@ def test_a_request_on_the_wire_has_the_options_and_a_seed_of_its_own() -> None:
     assert not greedy.HasField("draft_len")
     assert not greedy.HasField("seed")
     assert tuple(greedy.prompt_token_ids.ids) == workload().prompts[0]
+    others = synthetic_prompts(3, uniform(4, 9), VOCAB, seed=2)
+    assert workload().prompts == workload().prompts != others
+    assert all(4 <= len(each) <= 9 and max(each) < VOCAB for each in others)
 
 
 def test_the_steps_after_a_break_stand_beside_the_tokens_since_then() -> None:
@@ -116,7 +102,7 @@ def test_the_steps_after_a_break_stand_beside_the_tokens_since_then() -> None:
 
 async def test_the_command_measures_a_cluster(tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text('{"prompt": "the quick"}\n{"prompt": "brown fox"}\n')
+    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in TEXTS))
     # The command's thread would import it, for many seconds on a slow machine.
     import cluster.bench.session  # noqa: F401
 
@@ -134,4 +120,8 @@ async def test_the_command_measures_a_cluster(tmp_path: Path) -> None:
     assert figures["elapsed_s"] > data["requests"][-1]["due_s"] > 0
     assert figures["latency_s"]["p50"] >= figures["ttft_s"]["p50"] > 0
     assert 0 < figures["acceptance"] <= 1
+    assert figures["steps"] + figures["accepted_tokens"] >= 6 * 12
+    assert round(sum(figures["accepted_at"]) * figures["steps"]) == figures["accepted_tokens"]
+    asked = [len(tokenizer().encode(text).ids) for text in TEXTS]
+    assert figures["prompt_tokens"] == 3 * sum(asked)
     assert (settings["replicas"], settings["target"]) == (1, TINY)

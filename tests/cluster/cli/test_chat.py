@@ -1,5 +1,5 @@
-"""Proves: `lockstep chat` keeps the conversation over a stopped answer, says what is wrong, and
-does not wait in silence.
+"""Proves: `lockstep chat` keeps the conversation over a stopped answer, and says what is
+wrong.
 
 Against a real gRPC server in this process, with lines of input from a list.
 """
@@ -15,6 +15,7 @@ from cluster.cli import chat as cli_chat
 from cluster.cli.chat import HELP, chat
 from cluster.client import Client, RetryPolicy
 from cluster.client.channel import Server
+from protos import lockstep_pb2 as pb
 from tests.cluster.scripted import Running, run_server
 
 TOKENS = [30, 40, 50, 60, 70, 80, 90]
@@ -66,18 +67,15 @@ def answer(running: Running) -> str:
     return written.split(f"{HELP}\n", 1)[1].rsplit("\n\n", 1)[0]
 
 
-def test_each_question_comes_with_all_turns_before_it(running: Running) -> None:
+def test_each_question_comes_with_all_turns_since_the_last_reset(running: Running) -> None:
     text = answer(running)
     assert text
-    code, written, asked = talk(running, ["hello", "", "more", "/exit"], system="be brief")
+    lines = ["hello", "", "more", "/reset", "again", "/exit"]
+    code, written, asked = talk(running, lines, system="be brief")
     first = [("system", "be brief"), ("user", "hello")]
-    assert asked == [first, [*first, ("assistant", text), ("user", "more")]]
-    assert (code, written.count(text)) == (0, 2)
-
-
-def test_reset_forgets_all_but_the_system_turn(running: Running) -> None:
-    _, _, asked = talk(running, ["hello", "/reset", "again", END], system="be brief")
-    assert asked[1] == [("system", "be brief"), ("user", "again")]
+    again = [("system", "be brief"), ("user", "again")]
+    assert asked == [first, [*first, ("assistant", text), ("user", "more")], again]
+    assert (code, written.count(text)) == (0, 3)
 
 
 def test_an_answer_that_is_stopped_stays_as_far_as_it_came(running: Running) -> None:
@@ -96,72 +94,45 @@ def test_an_answer_that_is_stopped_stays_as_far_as_it_came(running: Running) -> 
     assert code == 0
 
 
-def test_an_interrupt_at_the_prompt_ends_nothing(running: Running) -> None:
-    code, written, asked = talk(running, [INTERRUPT, "hello", "/what", END])
-    assert written.count(HELP) == 3
-    assert (code, len(asked)) == (0, 1)
-
-
-def test_a_refused_question_is_told_and_forgotten(running: Running) -> None:
-    running.server.script.cuts = [(0, StatusCode.INVALID_ARGUMENT, "messages: too long")]
-    _, written, asked = talk(running, ["hello", "short", END])
-    assert "INVALID_ARGUMENT: messages: too long" in written
-    assert asked[1] == [("user", "short")]
-
-
-def test_stats_tell_of_the_answers_and_the_server(running: Running) -> None:
-    _, written, _ = talk(running, ["/stats", "hello", "more", "/stats", END])
-    assert written.count("server: ") == 2
-    assert "last answer: 7 tokens" in written
-    assert "all answers: 14 tokens" in written
-
-
-def test_an_interrupt_of_the_figures_keeps_the_conversation(
+def test_what_goes_wrong_is_told_and_leaves_the_conversation_as_it_is(
     running: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """An interrupt at the prompt and of the figures, an unknown command, a refused question."""
     text = answer(running)
-    asked_for = []
+    running.server.script.cuts = [None, (0, StatusCode.INVALID_ARGUMENT, "messages: too long")]
+    statuses = [pb.StatusResponse(), INTERRUPT]
 
-    def status(client: Client) -> object:
-        if asked_for:
-            raise KeyboardInterrupt
-        asked_for.append(client)
-        return ready(client)
+    def status(_client: Client) -> object:
+        if isinstance(said := statuses.pop(0), BaseException):
+            raise said
+        return said
 
-    ready = Client.status
     monkeypatch.setattr(Client, "status", status)
-    _, _, asked = talk(running, ["hello", "/stats", "more", END])
-    assert asked[1] == [("user", "hello"), ("assistant", text), ("user", "more")]
+    lines = [INTERRUPT, "hello", "/what", "/stats", "too long", "more", END]
+    code, written, asked = talk(running, lines)
+    assert (code, written.count(HELP)) == (0, 4)
+    assert "last answer: 7 tokens" in written
+    assert "INVALID_ARGUMENT: messages: too long" in written
+    assert asked[2] == [("user", "hello"), ("assistant", text), ("user", "more")]
 
 
-def test_a_server_that_has_stopped_is_waited_for_and_then_given_up(
+def test_stats_tell_of_the_server_before_any_answer(running: Running) -> None:
+    _, written, _ = talk(running, ["/stats", END])
+    assert (written.count("server: "), written.count("last answer: ")) == (1, 0)
+
+
+def test_a_server_that_has_stopped_is_given_up_and_one_that_never_was_is_told_how_to_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert cli_chat.PATIENCE.give_up_s <= 10
-    monkeypatch.setattr(cli_chat, "PATIENCE", RetryPolicy(give_up_s=1))
-    monkeypatch.setattr(cli_chat, "_TELL_S", 0.2)
+    monkeypatch.setattr(cli_chat, "PATIENCE", RetryPolicy(give_up_s=0.5))
     server = run_server()
     running = next(server)
-    running.server.script.tokens = TOKENS
-    lines = ["hello", "more"]
-    written: list[str] = []
 
-    def read(_prompt: str) -> str:
-        if len(lines) == 1:
-            next(server, None)
-        if not lines:
-            raise END
-        return lines.pop(0)
+    def stop(_written: str) -> None:
+        next(server, None)
 
-    assert chat(Server(running.address), None, {}, read, written.append) == 0
-    said = "".join(written)
-    assert said.count("waiting for the server") == 1
-    waits, sentence = said.index("waiting for the server"), said.index("No server answers at")
-    assert waits < sentence
-
-
-def test_without_a_server_it_says_how_to_start_one() -> None:
-    written: list[str] = []
-    code = chat(Server("localhost:1"), None, {}, lambda _prompt: "hello", written.append)
-    assert code == 1
-    assert "No server answers at localhost:1; `lockstep serve` starts one." in "".join(written)
+    sentence = f"No server answers at {running.address}; `lockstep serve` starts one."
+    code, written, _ = talk(running, ["hello", END], stop)
+    assert (code, written.count(sentence)) == (0, 1)
+    code, written, _ = talk(running, [])
+    assert (code, written) == (1, f"{sentence}\n")

@@ -71,28 +71,19 @@ def test_flags_of_other_servers_are_settings(served: list[ClusterConfig]) -> Non
     assert config.seed == 7
 
 
-def test_a_revision_is_part_of_the_target_and_not_of_its_name(served: list[ClusterConfig]) -> None:
-    lockstep("serve", "org/model", "--revision", "v1")
-    (config,) = served
-    assert (config.replica.target, config.model_name) == ("org/model@v1", "org/model")
-
-    lockstep("serve", "word", "--revision", "v1")
-    assert served[1].replica.target == "word@v1"
-
-
-@pytest.mark.parametrize(
-    "target",
-    [
-        *("folder", "./folder", "file.gguf", "org/model:file.gguf", "demo", "smollm2", "tiny"),
-        *("planted:tiny", "org/model@v2"),
-    ],
-)
-def test_only_what_the_hub_has_has_a_revision(
-    target: str, served: list[ClusterConfig], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_a_revision_is_part_of_the_target_and_not_of_its_name(
+    served: list[ClusterConfig], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    """Of a target on the hub; another has none."""
+    for target in ("org/model", "word"):
+        lockstep("serve", target, "--revision", "v1")
+        config = served.pop()
+        assert (config.replica.target, config.model_name) == (f"{target}@v1", target)
     (tmp_path / "folder").mkdir()
     monkeypatch.chdir(tmp_path)
-    assert "--revision: '" in lockstep("serve", target, "--revision", "v1", code=2)
+    here = ("folder", "./folder", "file.gguf", "demo", "smollm2", "tiny", "planted:tiny")
+    for target in (*here, "org/model:file.gguf", "org/model@v2"):
+        assert "--revision: '" in lockstep("serve", target, "--revision", "v1", code=2)
     assert served == []
 
 
@@ -147,18 +138,28 @@ def test_of_a_key_the_settings_have_the_hash(
             "--speculative-config: method: must be 'draft_model', 'suffix', 'eagle3' or 'none', is"
             " 'sufix'",
         ),
+        (
+            ["--speculative-config", '{"method": "suffix", "num_speculative_tokens": 12}'],
+            "must be at most scheduler.draft_len_max (8), is 12",
+        ),
         (["--replicas", "0", "--dtype", "x"], "--replicas: must be at least 1, is '0'; --dtype: "),
         (["--http-host", "0.0.0.0"], "--allow-anyone"),
         (["--seed", "-1"], "--seed: must be at least 0"),
         (["--seed", str(2**63)], "--seed: must be below 9223372036854775808"),
         (["--api-key", "a b"], "--api-key: an API key is one word"),
         (["--chat-template", "nowhere.jinja"], "nowhere.jinja"),
+        (
+            ["--config", "FOLDER/wrong.yaml"],
+            "scheduler.rows: unknown name; did you mean rows_max?",
+        ),
         (["--api-key", "a", "--allow-anyone"], "api_key_sha256 and allow_anyone contradict"),
     ],
 )
 def test_a_wrong_value_is_a_sentence(
-    flags: list[str], said: str, served: list[ClusterConfig]
+    flags: list[str], said: str, served: list[ClusterConfig], tmp_path: Path
 ) -> None:
+    (tmp_path / "wrong.yaml").write_text("scheduler: {rows: 4}\n")
+    flags = [flag.replace("FOLDER", str(tmp_path)) for flag in flags]
     assert said in lockstep("serve", *flags, code=2)
     assert served == []
 
@@ -174,10 +175,3 @@ def test_a_key_on_the_command_line_is_not_what_ray_keeps_of_it() -> None:
     said = subprocess.run(args, capture_output=True, check=True, text=True).stdout
     assert "secret" not in said
     assert "serve x --api-key *** --api-key=*** --port 8001" in said
-
-
-def test_what_a_file_says_wrongly_is_named_by_its_place(tmp_path: Path) -> None:
-    path = tmp_path / "wrong.yaml"
-    path.write_text("scheduler: {rows: 4}\n")
-    said = lockstep("serve", "--config", str(path), code=2)
-    assert "scheduler.rows: unknown name; did you mean rows_max?" in said

@@ -1,5 +1,5 @@
-"""Proves: a plan reads no weights, is that of the replica which the same settings load, says what
-fits, and refuses with the least that would do.
+"""Proves: a plan is that of the replica which the same settings load, says what fits, and refuses
+with the least that would do.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from cluster.worker import resources
 from replicas import replica as replica_module
 from replicas.memory import MemoryPlan, plan_memory
 from replicas.replica import Replica
+from tests import tiny_pairs  # noqa: F401  (what attends on a CPU where passes are recorded)
 from tests.cluster.cli.command import lockstep
-from tests.replicas.models.test_pair import WORDS, save_model
 
 FILE = """
 target: planted:tiny?scale=0.65&layers=2
@@ -44,14 +44,9 @@ applications:
     import_path: cluster.app:build
     args: {replicas: 3, kv_blocks: 100, batch_size: 2, device: cpu, replica: {calibrate: false}}
 """
-MIB = 1 << 20
 
 
 def plan(*args: str, code: int = 0) -> Any:
-    return plan_of("--device", "cpu", *args, code=code)
-
-
-def plan_of(*args: str, code: int = 0) -> Any:
     result = CliRunner().invoke(main, ["plan", "--json", *args])
     assert result.exit_code == code, result.output
     return json.loads(result.stdout)
@@ -91,7 +86,7 @@ def test_a_plan_of_a_file_is_that_of_the_replica_that_serves_it(
     text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = written(tmp_path, text)
-    planned, made = plan_of("--config", path), made_by_a_replica(path, monkeypatch)
+    planned, made = plan("--config", path), made_by_a_replica(path, monkeypatch)
     assert planned["wanted"] == asdict(made.wanted)
     assert planned["fits"] == asdict(made.work)
     assert planned["kv"] == {
@@ -106,19 +101,6 @@ def test_a_plan_of_a_file_is_that_of_the_replica_that_serves_it(
     assert planned["budget_bytes"] == made.budget
 
 
-def test_options_override_the_file(tmp_path: Path) -> None:
-    path = written(tmp_path, FILE)
-    options = ("--rows", "2", "--draft-len", "3", "--block-size", "16", "--no-deterministic")
-    more = ("--memory", "90MiB", "--context-len", "256", "--dtype", "float32")
-    planned = plan_of("--config", path, *options, *more)
-    wanted = planned["wanted"]
-    assert (wanted["rows"], wanted["draft_len"], wanted["block_size"]) == (2, 3, 16)
-    assert (planned["dtype"], planned["deterministic"]) == ("float32", False)
-    assert (planned["budget_bytes"], planned["context_len"]) == (90 * MIB, 256)
-    # What was not given stays the file's.
-    assert (planned["device"], wanted["pass_tokens"]) == ("cpu", 3 * 96)
-
-
 def test_a_part_of_a_gpu_is_planned_for_where_replicas_share_one() -> None:
     shared = from_args({"actors": {"replica_gpus": 0.5}})
     assert planned_of(shared).gpu_share == 0.5
@@ -127,36 +109,17 @@ def test_a_part_of_a_gpu_is_planned_for_where_replicas_share_one() -> None:
     assert planned_of(said).gpu_share == 0.3
 
 
-def test_a_pair_without_its_weights_can_be_planned(tmp_path: Path) -> None:
-    target = save_model(tmp_path / "t", WORDS, vocab_size=8)
-    for weights in (tmp_path / "t").glob("*.safetensors"):
-        weights.unlink()
-    planned = plan("--target", target, "--draft", "null", "--memory", "20 MB")
-    assert planned["weights_bytes"]["draft"] == 0
-    assert planned["fits"]["draft_len"] == 0
-
-
 def test_a_gpu_that_is_not_here_can_be_planned_for() -> None:
     sizes = ("--target", "planted:qwen3-8b", "--draft", "planted:qwen3-0.6b")
     args = ("--device", "cuda", "--dtype", "bfloat16", "--context-len", "8192")
-    planned = plan(*sizes, *args, "--memory", "24GiB")
+    planned = plan(*sizes, *args, "--memory", "24GiB", "--rows", "2", "--draft-len", "3")
     assert planned["device"] == "cuda"
+    assert (planned["wanted"]["rows"], planned["wanted"]["draft_len"]) == (2, 3)
     assert 8.1e9 < planned["weights_bytes"]["target"] / 2 < 8.3e9
     assert planned["sequences"]["8192"] >= 1
     short = plan(*sizes, *args, "--memory", "18GiB", code=1)
     assert short["fits"] is None
     assert plan(*sizes, *args, "--memory", str(short["least_bytes"]))["fits"]["rows"] >= 1
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_gpu_that_is_not_here_needs_its_memory_to_be_given(tmp_path: Path) -> None:
-    path = written(tmp_path, "replica: {device: cuda, dtype: bfloat16}\n")
-    for args in (["--device", "cuda"], ["--config", path]):
-        said = lockstep("plan", *args, code=2)
-        assert "torch sees no GPU; --memory plans for one that is not here" in said
-    assert plan_of("--config", path, "--memory", "1GiB")["device"] == "cuda"
-    kv_alone = written(tmp_path, "replica: {device: cuda, kv_memory_mb: 64}\n")
-    assert plan_of("--config", kv_alone)["budget_bytes"] is None
 
 
 def test_a_rank_has_its_part_of_the_target_and_of_the_kv_cache() -> None:
@@ -194,6 +157,11 @@ def test_the_terminal_says_what_fits_or_the_least_that_would(
 @pytest.mark.parametrize(
     ("args", "named"),
     [
+        pytest.param(
+            ["--device", "cuda"],
+            "torch sees no GPU; --memory plans for one that is not here",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
+        ),
         (["--device", "cuda:1", "--tensor-parallel", "2"], "device cuda:1 is one of several"),
         (["--memory", "much"], "--memory"),
         (["--context-len", "4096"], "context_len: 4096 is over"),

@@ -26,9 +26,12 @@ class Cluster:
 
     def __init__(self, _config: object) -> None:
         self.stopped: list[bool] = []
+        self.deploy_after: list[bool] = []
 
-    def deploy(self, join_ray: bool) -> None:
+    def deploy(self, tell: object, join_ray: bool) -> None:
+        assert tell is None, "verbose"
         assert join_ray
+        assert self.deploy_after, "the key is still in the command line"
 
     def wait_until(self, done: Callable[[bool], bool], _sleep: object) -> None:
         for _ in range(LOOKS):
@@ -67,6 +70,10 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, Cluster]]
                 setattr(cluster, name, value)
         monkeypatch.setattr(Answers, "ready_now", said.get("ready", True))
         monkeypatch.setattr(cluster_run, "ClusterRun", lambda _config: cluster)
+        hidden: list[bool] = []
+        monkeypatch.setattr(cli_serve, "hide_key", lambda: hidden.append(True))
+        # Ray reads the command line.
+        cluster.deploy_after = hidden
         return cli_serve.serve_until_signal(from_args(settings), verbose=True), cluster
 
     handlers: dict[int, Any] = {}
@@ -87,19 +94,25 @@ ZERO = {"autoscaling": {"min_replicas": 0, "max_replicas": 2}}
 
 
 @pytest.mark.parametrize(
-    ("settings", "up", "said"),
+    ("settings", "state", "said"),
     [
-        ({"replicas": 2}, 1, "on 1 of 2 replica(s):"),
-        ({"replicas": 2}, 2, "on 2 replica(s):"),
+        ({"replicas": 2}, {}, "on 1 of 2 replica(s):"),
+        ({"replicas": 2}, {"replicas_up": 2}, "on 2 of 2 replica(s):"),
         # Serve learns of a replica a moment after the pool.
-        ({}, 0, "on 1 replica(s):"),
-        ({"autoscaling": {"max_replicas": 2}}, 1, "on 1 to 2 replica(s):"),
+        ({}, {"replicas_up": 0}, "on 1 of 1 replica(s):"),
+        ({"autoscaling": {"max_replicas": 2}}, {}, "on 1 of 1 to 2 replica(s):"),
+        # With no replica to wait for it serves when the frontend is up.
+        (ZERO, {"ready": False, "all_up": True, "replicas_up": 0}, "on 0 of 0 to 2 replica(s):"),
     ],
 )
 def test_it_serves_with_the_first_replica_and_says_how_many_there_are(
-    settings: dict[str, Any], up: int, said: str, serve: Serve, capsys: pytest.CaptureFixture[str]
+    settings: dict[str, Any],
+    state: dict[str, Any],
+    said: str,
+    serve: Serve,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    status, cluster = serve(settings, replicas_up=up)
+    status, cluster = serve(settings, **state)
     assert said in capsys.readouterr().out
     assert (status, cluster.stopped) == (0, [False])
 
@@ -139,17 +152,3 @@ def test_an_update_that_does_not_come_to_its_end_leaves_in_place_what_serves(
     )
     assert second.startswith("Lockstep serves")
     assert (status, cluster.stopped) == (0, [False])
-
-
-def test_the_key_is_hidden_before_ray_reads_the_command_line(
-    serve: Serve, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    done: list[str] = []
-    monkeypatch.setattr(cli_serve, "hide_key", lambda: done.append("hidden"))
-    serve({}, deploy=lambda join_ray: done.append("Ray"))
-    assert done == ["hidden", "Ray"]
-
-
-def test_with_no_replica_to_wait_for_it_serves_when_the_frontend_is_up(serve: Serve) -> None:
-    status, _ = serve(ZERO, ready=False, all_up=True)
-    assert status == 0

@@ -1,12 +1,10 @@
-"""Proves: `lockstep simulate` says what came of it as a table, JSON and a picture, and refuses what
-it cannot simulate by the option's name."""
+"""Proves: `lockstep simulate` says what came of it as a table and JSON, and refuses what it
+cannot simulate by the option's name."""
 
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 
@@ -16,24 +14,19 @@ SMALL = ["--requests", "30", "--new-tokens", "5..20", "--prompt-tokens", "30"]
 
 
 def test_each_case_has_its_figures(tmp_path: Path) -> None:
-    path, picture = tmp_path / "out" / "figures.json", tmp_path / "out" / "picture.svg"
+    path = tmp_path / "out" / "figures.json"
     lockstep(
-        *("simulate", *SMALL, "--replicas", "2,4", "--shards", "1,2", "--baseline", "eqspec"),
-        *("--in-flight", "8", "--per-replica", "--draft-len", "4"),
-        *("--json", str(path), "--svg", str(picture)),
+        *("simulate", *SMALL, "--replicas", "2", "--replicas", "4", "--shards", "1"),
+        *("--shards", "2", "--in-flight", "8", "--per-replica", "--draft-len", "4"),
+        *("--json", str(path)),
     )
     report = json.loads(path.read_text())
     assert report["simulated"]["scheduler"]["draft_len"] == 4
     asked = report["simulated"]["options"]
-    assert (asked["in_flight"], asked["per_replica"], asked["replicas"]) == (8, True, "2,4")
+    assert (asked["in_flight"], asked["per_replica"], asked["replicas"]) == (8, True, [2, 4])
     cases = report["cases"]
-    named = [(case["replicas"], case["shards"], case["rows"]) for case in cases]
-    assert named == [
-        (replicas, shards, rows)
-        for replicas in (2, 4)
-        for shards in (1, 2)
-        for rows in ("grouped", "arrival")
-    ]
+    named = [(case["replicas"], case["shards"]) for case in cases]
+    assert named == [(2, 1), (2, 2), (4, 1), (4, 2)]
     for case in cases:
         assert case["requests"] == case["finished"] == 30 * case["replicas"]
         assert (case["refused"], case["refusal"]) == (0, None)
@@ -43,8 +36,6 @@ def test_each_case_has_its_figures(tmp_path: Path) -> None:
         assert 0 < case["pool_utilisation"] <= 1.01
         assert 0 < case["ttft_s"]["p50"] <= case["latency_s"]["p50"] <= case["latency_s"]["p99"]
         assert case["over_time"][-1]["committed_tokens"] == case["new_tokens"]
-    words = list(ElementTree.parse(picture).getroot().itertext())
-    assert [words.count(title) for title in ("Replicas' time at work", "tokens/s")] == [8, 4]
 
 
 def test_who_is_refused_is_shown(tmp_path: Path) -> None:
@@ -53,25 +44,16 @@ def test_who_is_refused_is_shown(tmp_path: Path) -> None:
     said = lockstep(*args, "--pool-cost", "none", "--json", str(path))
     (case,) = json.loads(path.read_text())["cases"]
     assert 0 < case["refused"] < case["requests"] == case["refused"] + case["finished"]
-    assert re.search(rf"of them refused\W+{case['refused']}\b", said)
-    assert "max_new_tokens" in said
+    assert f"10, {case['refused']}" in said
+    assert f"refused, the first: {case['refusal']}" in said
     assert case["refusal"].startswith("max_new_tokens")
-    assert "refused" not in lockstep("simulate", *SMALL, "--rate", "20")
 
 
 def test_where_nothing_finished_there_is_a_report_and_an_error(tmp_path: Path) -> None:
-    path, picture = tmp_path / "figures.json", tmp_path / "picture.svg"
-    args = ["--rate", "10", "--requests", "5", "--prompt-tokens", "40000", "--replicas", "1,2,4"]
-    outputs = ["--json", str(path), "--svg", str(picture)]
-    assert "no request finished" in lockstep("simulate", *args, *outputs, code=1)
-    assert [case["refused"] for case in json.loads(path.read_text())["cases"]] == [5, 5, 5]
-    ElementTree.parse(picture)
-
-
-def test_a_file_that_cannot_be_written_costs_no_table() -> None:
-    said = lockstep("simulate", *SMALL, "--rate", "20", "--json", "/dev/null/a.json", code=1)
-    assert "tokens/s" in said
-    assert "/dev/null/a.json was not written: " in said
+    path = tmp_path / "figures.json"
+    args = ["--rate", "10", "--requests", "5", "--prompt-tokens", "40000", "--json", str(path)]
+    assert "no request finished" in lockstep("simulate", *args, code=1)
+    assert [case["refused"] for case in json.loads(path.read_text())["cases"]] == [5]
 
 
 @pytest.mark.parametrize(
@@ -86,7 +68,6 @@ def test_a_file_that_cannot_be_written_costs_no_table() -> None:
         (["--rate", "1", "--new-tokens", "no"], "--new-tokens"),
         (["--rate", "1", "--acceptance", "2"], "--acceptance"),
         (["--rate", "1", "--pool-cost", "dear"], "--pool-cost"),
-        (["--rate", "1", "--baseline", "vllm"], "--baseline"),
         (["--rate", "1", "--json", "/dev"], "--json"),
         (["--rate", "1", "--batch-size", "100000"], "--batch-size"),
         (["--rate", "1", "--draft-len", "100"], "--draft-len"),

@@ -223,6 +223,15 @@ def test_what_a_replica_commits_is_known_from_enough_work(
     assert found == expected
 
 
+def test_each_shard_is_judged_by_its_own_queue() -> None:
+    meter = CapacityMeter(300.0, rows_max=8)
+    for busy_s in (0, 2):
+        busy = seen("a", busy_s, 500 * busy_s, 10 * busy_s, 8)
+        idle = seen("b", busy_s, 50 * busy_s, 10 * busy_s, 1)
+        meter.look(status(5, busy), status(0, idle))
+    assert meter.tokens_per_s == 500.0
+
+
 def test_the_figure_follows_what_is_measured_of_all_replicas() -> None:
     meter = CapacityMeter(300.0, rows_max=8)
     for second in range(400):
