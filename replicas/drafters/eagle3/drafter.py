@@ -1,15 +1,17 @@
 """Drafts by an EAGLE-3 head: it sees what the target has computed, and goes on from its own output.
 
 Its KV of a position needs the target's hidden states there, also those of steps without drafts.
-Those of a row's last position are kept: its first draft token comes from there. If a batch that
-failed takes them away, the next step of the row is a plain one, which brings new ones.
+They are kept and taken in together, when the row drafts next or after TOGETHER of them. Those of a
+row's last position are kept longer: its first draft token comes from there. If a batch that failed
+takes them away, the next step of the row is a plain one, which brings new ones.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -31,6 +33,9 @@ from replicas.sampling import guess
 from replicas.stopwatch import Stopwatch
 from replicas.transfers import upload
 
+TOGETHER = 16
+"""Positions of a row that are taken in at the latest while no row of its batch drafts."""
+
 
 @dataclass(slots=True)
 class _HeadRow:
@@ -38,6 +43,14 @@ class _HeadRow:
     """KV positions."""
     last: list[torch.Tensor] | None = None  # each [1, hidden]
     """The hidden states at position `valid` - 1, by tap."""
+    tokens: list[int] = field(default_factory=list)
+    """What follows on each position from `valid` on that was seen and not taken in."""
+    taps: list[list[torch.Tensor]] = field(default_factory=list)  # each [positions, hidden]
+    """The hidden states there: of each part that was seen, by tap."""
+
+    def __len__(self) -> int:
+        """Positions that were seen."""
+        return self.valid + len(self.tokens)
 
 
 class Eagle3Drafter:
@@ -63,30 +76,61 @@ class Eagle3Drafter:
             row = self._rows[id]
             if row.valid > length - 1:
                 row.valid, row.last = length - 1, None
+            count = length - 1 - row.valid
+            row.tokens = row.tokens[:count]
+            row.taps = [[tap[:count] for tap in _joined(row.taps)]] if row.tokens else []
 
     def observe(self, seen: Seen) -> None:
-        """Take in the positions that were seen, each beside the token that follows on it."""
-        tokens: list[int] = []
-        for index, (id, (begin, end)) in enumerate(zip(seen.ids, seen.ranges, strict=True)):
-            assert self._rows[id].valid == begin, "it sees every position once"
-            # Of a check all next tokens are new, of a prefill none is.
-            after = seen.contents[index][begin + 1 : end + 1]
-            tokens += seen.committed[index] if seen.committed else after
-        fed = upload(tokens, torch.int64, seen.table.device)
-        hidden = self._layer.fused([seen.taps[index] for index in self._order])
-        self._layer.enter(fed, hidden, self._layer.backend.ranges_layout(seen.table, seen.ranges))
         first = 0
-        for id, (begin, end) in zip(seen.ids, seen.ranges, strict=True):
+        drafted = seen.drafted or [0] * len(seen.ids)
+        for index, (content, (begin, end)) in enumerate(
+            zip(seen.contents, seen.ranges, strict=True)
+        ):
+            row = self._rows[seen.ids[index]]
+            assert len(row) == begin, "it sees every position once"
+            if drafted[index]:  # which took in the last position
+                row.valid, row.last, row.tokens, row.taps = begin, None, [], []
+            # Of a check all next tokens are new, of a prefill none is.
+            new = seen.committed[index] if seen.committed else content[begin + 1 : end + 1]
+            row.tokens += new
+            if new:
+                row.taps.append([tap[first : first + end - begin] for tap in seen.taps])
             first += end - begin
+        drafting = seen.drafted is None or any(drafted)
+        if drafting or any(len(self._rows[id].tokens) >= TOGETHER for id in seen.ids):
+            self._take_in(seen.ids, seen.table)
+
+    def _take_in(self, ids: Sequence[str], table: torch.Tensor) -> None:  # [rows, blocks], int64
+        """All that was seen of rows that are more than one position behind."""
+        behind = [at for at, id in enumerate(ids) if len(self._rows[id].tokens) > 1]
+        if not behind:
+            return
+        if len(behind) < len(ids):
+            ids = [ids[at] for at in behind]
+            table = table.index_select(0, upload(behind, torch.int64, table.device))
+        rows = [self._rows[id] for id in ids]
+        fed = upload([token for row in rows for token in row.tokens], torch.int64, table.device)
+        taps = _joined([part for row in rows for part in row.taps])
+        hidden = self._layer.fused([taps[index] for index in self._order])
+        layout = self._layer.backend.ranges_layout(table, [(row.valid, len(row)) for row in rows])
+        self._layer.enter(fed, hidden, layout)
+        last = list(accumulate(len(row.tokens) for row in rows))
+        for id, row, end in zip(ids, rows, last, strict=True):
             # A copy: a part of a prompt would keep all of it.
-            last = [tap[first - 1 : first].clone() for tap in seen.taps]
-            self._rows[id] = _HeadRow(end, last)
+            self._rows[id] = _HeadRow(len(row), [tap[end - 1 : end].clone() for tap in taps])
 
     def propose(self, ask: Ask, watch: Stopwatch) -> Proposal:
-        last = [self._rows[id].last for id in ask.ids]
+        if any(len(self._rows[id].tokens) > 1 for id in ask.ids):
+            with watch.section("catch_up"):
+                self._take_in(ask.ids, ask.table)
+        rows = [self._rows[id] for id in ask.ids]
+        last = [
+            None if len(row) != len(content) - 1 else row.taps[0] if row.taps else row.last
+            for row, content in zip(rows, ask.contents, strict=True)
+        ]
         lens = [0 if one is None else most for one, most in zip(last, ask.draft_lens, strict=True)]
         if not any(lens):
-            none = torch.empty((0, len(last)), dtype=torch.int64, device=ask.table.device)
+            none = torch.empty((0, len(rows)), dtype=torch.int64, device=ask.table.device)
             return Proposal(none, lens)
         with watch.section("draft"):
             return self._draft(ask, lens, last)
@@ -100,7 +144,7 @@ class Eagle3Drafter:
         if None in last:  # such a row is computed in the scrap block: what it has stays
             absent = upload([one is None for one in last], torch.bool, table.device)
             table = table.masked_fill(absent[:, None], SCRAP_BLOCK)
-        taps = [torch.cat(tap) for tap in zip(*(one or spare for one in last), strict=True)]
+        taps = _joined([one or spare for one in last])
         x = self._layer.fused([taps[index] for index in self._order])
         starts = [len(content) - 2 for content in ask.contents]
         layout = self._layer.backend.step_layout(table, starts, k)
@@ -169,3 +213,8 @@ class HeadSource(DraftSource):
         if config.fixed_shapes(device):
             passes = GraphedModel(layer, plan.work.rows, [1], hidden_size=self.head.config.width)
         return Eagle3Drafter(layer, passes, self.name)
+
+
+def _joined(parts: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:  # each [tokens, hidden]
+    """All parts by tap; a single one is not copied, for it may be a prompt."""
+    return [tap[0] if len(tap) == 1 else torch.cat(tap) for tap in zip(*parts, strict=True)]

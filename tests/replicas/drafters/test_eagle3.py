@@ -18,6 +18,7 @@ from replicas.config import ReplicaConfig
 from replicas.drafters import Ask
 from replicas.drafters.eagle3 import HeadRefused, HeadSource, load_head, read_head
 from replicas.drafters.eagle3.config import head_config
+from replicas.drafters.eagle3.drafter import TOGETHER
 from replicas.memory import plan_memory
 from replicas.sampling.choice import SamplingBatch
 from replicas.stopwatch import Stopwatch
@@ -103,7 +104,7 @@ def test_drafts_are_those_of_the_equations(
     path = save_head(tmp_path, TARGET, said(speculators, kind, **wiring), pickled=pickled, **LEFT)
     client = Headed(path, prefill_chunk_tokens=8, plan_prefill_rows=1)
     client.prefill(new=60, a=prompt(23), b=prompt(2), c=prompt(9))
-    for k, n in ((0, 2), (3, 2), (0, 1), (2, 3), (0, 3)):
+    for k, n in ((0, 2), (3, 2), (0, 1), (2, 3), (0, TOGETHER + 2)):
         client.steps(k, n)
         client.check_drafts(4)
     client.check()
@@ -147,7 +148,7 @@ def test_a_failed_batch_costs_a_row_one_plain_step(path: str) -> None:
         client.steps(3, 5)
     assert sum(row.draft_tokens for row in client.steps(3).rows) == 0
     assert [row.draft_tokens for row in client.steps(3).rows] == [3, 3]
-    # Nor does it remember what was taken back.
+    # Nor does it forget what it saw before, or remember what was taken back.
     client.steps(0, 2)
     with pytest.raises(RuntimeError), failing_pass(client.replica, 3):
         client.steps(0, 5)
