@@ -52,7 +52,6 @@ def step(
 ) -> Outcome:
     """Propose, verify, choose, commit, advance; requests may change drafts and logits."""
     starts = [len(content) - 1 for content in rows.contents]
-    # All indices are made now: after a pass a processor would have to fetch the code anew.
     layout = target.backend.step_layout(rows.table, starts, 1 + max(rows.draft_lens))
     noise = rows.sampling.noise_after(layout.positions)
     rows = replace(rows, noise=noise, token_most=target.vocab)

@@ -40,6 +40,8 @@ from scheduler.messages import (
     StepTimes,
 )
 
+PREFIX_GAIN_TOKENS = {"cpu": 48, "cuda": 2048}
+"""Tokens of a prefill that a shared prefix must spare before it is worth a pass of its own."""
 LOGITS_MOST = 256
 """Tokens of a pass whose logits are wanted: they take far more memory than all else of it."""
 
@@ -172,18 +174,22 @@ class Replica:
     def _prefill(self, batch: Batch) -> StepResult:
         start = perf_counter()
         watch = Stopwatch(self._device)
-        ids = [row.sequence_id for row in batch.prefill]
+        least = PREFIX_GAIN_TOKENS[self._device.type]
+        begins: dict[str, int] = {}
         told: dict[str, list[TokenLogprobs]] = {}
         try:
-            ranges = [self._residents.range_of(row) for row in batch.prefill]
-            with watch.section("prefill"):
-                self._fill(ids, ranges, told)
-            if self._device.type == "cuda":
-                torch.cuda.synchronize(self._device)
-            for sequence_id, (_, end) in zip(ids, ranges, strict=True):
-                resident = self._residents[sequence_id]
-                resident.to_fill = len(resident.content) - 1 - end
-                self._residents.publish(sequence_id)
+            for rows in self._residents.waves(batch.prefill, least):
+                ids = [row.sequence_id for row in rows]
+                ranges = [self._residents.range_of(row) for row in rows]
+                with watch.section("prefill"):
+                    self._fill(ids, ranges, told)
+                if self._device.type == "cuda":
+                    torch.cuda.synchronize(self._device)
+                for sequence_id, (begin, end) in zip(ids, ranges, strict=True):
+                    begins[sequence_id] = begin
+                    resident = self._residents[sequence_id]
+                    resident.to_fill = len(resident.content) - 1 - end
+                    self._residents.publish(sequence_id)
         except BaseException:
             self.release(row.sequence_id for row in batch.prefill)
             raise
@@ -193,10 +199,10 @@ class Replica:
             rows=tuple(
                 RowResult(
                     row.sequence_id,
-                    reused=begin if row.tokens else 0,
+                    reused=begins[row.sequence_id] if row.tokens else 0,
                     extras=tuple(told.get(row.sequence_id, ())),
                 )
-                for row, (begin, _) in zip(batch.prefill, ranges, strict=True)
+                for row in batch.prefill
             ),
             times=StepTimes(prefill_s=watch.seconds("prefill"), total_s=perf_counter() - start),
         )

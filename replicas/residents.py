@@ -132,6 +132,23 @@ class Residents(dict[str, Resident]):
             assert resident.tokens_left >= 0
             assert 0 <= resident.to_fill < len(resident.content)
 
+    def waves(self, rows: Sequence[PrefillRow], least_tokens: int) -> list[list[PrefillRow]]:
+        """The rows in the order in which they are filled, those of one wave together: a row that
+        shares the prefix of another one of the batch comes second, and finds it, if that spares
+        more than `least_tokens`."""
+        if not self._sharing or len(rows) == 1:
+            return [list(rows)]
+        block_size = self._blocks.block_size
+        keys, fills = [], []
+        for row in rows:
+            chain = self._chain(row)
+            blocks = max(len(row.tokens) - 2, 0) // block_size
+            keys.append(chain.keys(row.tokens, blocks))
+            fills.append(blocks if row.until is None else min(row.until // block_size, blocks))
+        second = self._blocks.followers(keys, fills, least_tokens // block_size)
+        first = [row for index, row in enumerate(rows) if index not in second]
+        return [first, [rows[index] for index in second]] if second else [first]
+
     def range_of(self, row: PrefillRow) -> TokenRange:
         """The KV positions [begin, end) that this batch fills of a row, which is resident now."""
         resident = self.get(row.sequence_id)
@@ -151,8 +168,7 @@ class Residents(dict[str, Resident]):
 
     def _admit(self, row: PrefillRow) -> Resident:
         """A new resident, with the KV of its prefix if blocks of it are here."""
-        root = root_key(self._identity, row.salt)
-        chain = Chain(root, self._blocks.block_size, self._ahead)
+        chain = self._chain(row)
         resident = Resident(
             content=list(row.tokens),
             tokens_left=row.tokens_left,
@@ -172,6 +188,9 @@ class Residents(dict[str, Resident]):
         self.own(row.sequence_id, row.blocks, len(row.tokens))
         self[row.sequence_id] = resident
         return resident
+
+    def _chain(self, row: PrefillRow) -> Chain:
+        return Chain(root_key(self._identity, row.salt), self._blocks.block_size, self._ahead)
 
     def publish(self, sequence_id: str) -> None:
         """Let others find the full blocks that are valid and that this row writes no more."""

@@ -81,7 +81,8 @@ class SyntheticReplica:
 
     def release(self, sequence_ids: Iterable[str]) -> None:
         """Sequences that are not resident are passed over."""
-        self._simulated.release(Release(self._simulated.id, tuple(sequence_ids)))
+        gone = tuple(each for each in sequence_ids if each in self._simulated.residents)
+        self._simulated.release(Release(self._simulated.id, gone))
 
     def step(self, batch: Batch, interrupted: Callable[[], bool]) -> StepResult:
         """Sleeps through the batch's steps. Raises AssertionError for a batch that is wrong."""

@@ -170,9 +170,10 @@ class FixedPass:
             try:
                 with torch.inference_mode():
                     self._graph, self._out = record(run, device, graph_pool)
+            except torch.OutOfMemoryError:
+                raise
             except RuntimeError as error:
-                message = f"{kind} cannot be recorded: {error}; graphs: off runs without"
-                raise NotRecorded(message) from error
+                raise NotRecorded(f"graphs: {kind} cannot be recorded: {error}") from error
 
     def run(self, tokens: torch.Tensor, window: DeviceWindow, *hidden: torch.Tensor) -> Output:
         rows, width = window.rows, window.width

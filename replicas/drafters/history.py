@@ -21,8 +21,8 @@ LEAST_PROBABILITY = 0.1
 """A draft ends before a token that is less likely with all before it."""
 END = -1
 """Stands between texts; no draft goes beyond it."""
-TOKEN_BYTES = 128
-"""Of a history, at most: the table has an entry for each pair."""
+TOKEN_BYTES = 168
+"""Of a history, at most: the table has an entry for each pair, and more while it grows."""
 
 Draft = tuple[float, list[int]]
 """The sum of its tokens' probabilities, and the tokens."""

@@ -60,7 +60,11 @@ class SuffixDrafter:
         outputs.extend([*left.history.tokens[left.prompt :], END])
         self.size += _size(outputs) - before
         while self.size > OUTPUTS_TOKENS:
-            self.size -= _size(self._outputs.popitem(last=False)[1])
+            salt, outputs = self._outputs.popitem(last=False)
+            self.size -= _size(outputs)
+            if salt == left.salt:  # the only one left: its younger half stays
+                self._outputs[salt] = younger = History(outputs.tokens[-OUTPUTS_TOKENS // 2 :])
+                self.size += _size(younger)
 
     def observe(self, seen: Seen) -> None:
         for row, tokens in zip(seen.ids, seen.committed, strict=False):

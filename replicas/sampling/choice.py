@@ -10,9 +10,9 @@ The rule: top-k keeps the k best scores and their equals; of the softmax of thes
 tokens with less than top_p of mass on greater scores; min-p keeps scores of at least log(min_p)
 below the best. Of the tokens kept the best noisy score wins, of equals the first.
 
-The rule looks at the likeliest tokens only, where it is certain that no other
-token can win: the filters strike out all others, or no noise is large enough to lift one to the
-top. A draft needs no such certainty, and no filters.
+The rule looks at the likeliest tokens only, where it is certain that no other token can win: the
+filters strike out all others, or no noise is large enough to lift one to the top. A draft needs no
+such certainty, and no filters.
 
 Knows nothing of models, caches or rows that come and go.
 """

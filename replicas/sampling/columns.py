@@ -1,4 +1,4 @@
-"""The likeliest tokens of a large vocabulary, without sorting it."""
+"""The likeliest tokens of a vocabulary, without sorting it."""
 
 from __future__ import annotations
 

@@ -14,8 +14,8 @@ place serves it. The rule, in this order:
    first that has.
 4. Load: the fewest residents, then the lowest id.
 
-The queue (see `queue`) is served from its front. A sequence that does not fit reserves the first
-replica that could hold it and has no reservation yet; until the sequence is placed, here or
+The queue (see `state.waiting`) is served from its front. A sequence that does not fit reserves the
+first replica that could hold it and has no reservation yet; until the sequence is placed, here or
 elsewhere, that replica takes besides only those that are before it in the queue. So one long
 request holds up one replica, not the cluster, and it waits at most until that replica is empty.
 

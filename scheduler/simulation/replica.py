@@ -105,6 +105,8 @@ class SimulatedReplica:
         self._rng = rng
         self._prefixes = PrefixSet(spec.kv_blocks if spec.prefix_sharing else 0)
         self._blocks_used = 0
+        self._failed: set[str] = set()
+        """Sequences whose prefill failed and which the pool has not released yet."""
         self._batch_id_last = 0
         # The batch that runs.
         self._batch: Batch | None = None
@@ -226,6 +228,7 @@ class SimulatedReplica:
         self._let_go(batch)
         for row in batch.prefill:
             self._remove(row.sequence_id)
+            self._failed.add(row.sequence_id)
 
     def _let_go(self, batch: Batch) -> None:
         for row in batch.prefill or batch.rows:
@@ -233,8 +236,9 @@ class SimulatedReplica:
 
     def release(self, action: Release) -> None:
         for sequence_id in action.sequence_ids:
-            # A row whose prefill failed is gone already.
-            if sequence_id in self.residents:
+            if sequence_id in self._failed:
+                self._failed.remove(sequence_id)
+            else:
                 assert not self.residents[sequence_id].held, "release of a row that a batch holds"
                 self._remove(sequence_id)
 

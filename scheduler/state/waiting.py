@@ -25,6 +25,8 @@ from collections.abc import Iterator, Mapping
 from scheduler.messages import Priority
 from scheduler.state.sequence import Sequence
 
+_SLACK = 64
+
 Entry = tuple[float, int, str, int]
 """(due [s], number, id, tokens) of a sequence."""
 
@@ -52,6 +54,7 @@ class _PriorityClass:
         del due[bisect_left(due, entry)]
         if not due:
             del self.waiting[tenant]
+        self._forget()
 
     def charge(self, tenant: str, tokens: int) -> None:
         """The tenant is served; no other request of it may wait."""
@@ -61,12 +64,18 @@ class _PriorityClass:
         least = min((self.served[name] for name in self.waiting), default=before)
         self.time = max(self.time, min(before, least))
         self.served[tenant] = before + tokens
-        # Where none waits none is owed anything.
-        self.served = {
-            name: served
-            for name, served in self.served.items()
-            if self.waiting and (name in self.waiting or served > self.time)
-        }
+        self._forget()
+
+    def _forget(self) -> None:
+        """Drops tenants that do not wait and were served no more than others, now and then."""
+        if not self.waiting:
+            self.served.clear()  # where none waits none is owed anything
+        elif len(self.served) > 2 * len(self.waiting) + _SLACK:
+            self.served = {
+                name: served
+                for name, served in self.served.items()
+                if name in self.waiting or served > self.time
+            }
 
     def in_order(self) -> Iterator[Entry]:
         """As they would be served, one after the other. O(tenants), and O(log n) for each."""

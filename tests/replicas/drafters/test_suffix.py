@@ -154,6 +154,7 @@ def test_what_is_remembered_is_small_and_what_is_older_gives_way(salts: int, len
     assert drafts_of(drafter, "a") == [[3, 4]]
     said(drafter, [8] * OUTPUTS_TOKENS, salt="last")
     assert drafts_of(drafter, "a") == [[]]
+    assert drafter.size == OUTPUTS_TOKENS // 2, "the younger half"
 
 
 def test_a_history_that_was_cut_back_is_as_it_was() -> None:

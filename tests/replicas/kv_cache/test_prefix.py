@@ -124,6 +124,20 @@ def test_the_least_recently_used_goes_first_and_the_tail_of_a_chain_before_its_h
     assert blocks.adopt("b3", keys_of([2] * 12)) == 3, "the oldest two were the tail of a"
 
 
+def test_who_shares_with_another_of_the_same_batch_comes_second_if_it_pays() -> None:
+    blocks = BlockAllocator(blocks=64, block_size=BLOCK)
+    system, other = [1] * 12, [2] * 12
+    contents = [[*system, *[n] * 4] for n in range(5, 9)] + [[*other, *[9] * 4]]
+    keys = [keys_of(content) for content in contents]
+    fills = [4] * 5
+    assert blocks.followers(keys, fills, 8) == [1, 2, 3], "nine blocks"
+    assert blocks.followers(keys, fills, 9) == []
+    assert blocks.followers(keys, [1, 4, 4, 4, 4], 0) == [1, 2, 3], "what the first one fills"
+    assert blocks.followers(keys, [4, 1, 1, 1, 4], 3) == [], "no more than they are to fill"
+    fill(blocks, "a", system)
+    assert blocks.followers(keys, fills, 0) == [], "it is there already"
+
+
 # ------------------------------------------------------------------------------ replica
 
 
@@ -189,6 +203,19 @@ def test_a_found_prefix_goes_beyond_the_chunk_that_was_asked_for(chats: Chats) -
     assert chats.prefill_until(4, b=3).rows[0].reused == 16
     chats.filled["b"] = 16
     assert chats.prefill_until(4, b=20).rows
+
+
+def test_prompts_of_one_batch_share_what_the_first_of_them_computes() -> None:
+    client = Client(tiny_replica("llama", block_size=BLOCK))
+    system = PROMPT * 3
+    prompts = {f"{n}": [*system, n, n + 1, n] for n in range(4)}
+    prompts["alone"] = [7, *PROMPT]
+    result = client.prefill(20, **prompts)
+    assert [row.sequence_id for row in result.rows] == list(prompts), "in the batch's order"
+    assert [row.reused for row in result.rows] == [0, 60, 60, 60, 0]
+    for _ in range(4):
+        client.steps(3, names=sorted(prompts, key=lambda name: len(client.contents[name])))
+    client.check()
 
 
 def test_a_failed_prefill_leaves_what_is_shared_as_it_was(chats: Chats) -> None:

@@ -14,6 +14,7 @@ from transformers import LlamaForCausalLM
 
 from replicas.config import ReplicaConfig
 from replicas.kv_cache import PagedCache
+from replicas.models import decoder
 from replicas.models.build import build, trial_logits
 from replicas.models.paged_model import ERROR_FLOOR
 from replicas.models.reference import own_logits
@@ -101,12 +102,19 @@ class OtherLlama(LlamaForCausalLM):
         return out
 
 
-def test_a_model_that_computes_something_else_keeps_its_own_forward() -> None:
+@pytest.mark.parametrize("trusted", [False, True])
+def test_a_model_that_computes_something_else_keeps_its_own_forward(
+    trusted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if it passes for one of a known make: its logits tell."""
+    if trusted:
+        monkeypatch.setattr(decoder, "MAKES", (*decoder.MAKES, OtherLlama))
     model = uneven_model("llama")
     model.__class__ = OtherLlama
     plain = copy.deepcopy(model)
     paged, how = built(model)
-    assert paged.decoder is None, how
+    assert paged.decoder is None
+    assert ("separate layers (error" in how) == trusted, how
     rows = Rows(paged, LENGTHS)
     for tokens, length, logits in zip(rows.tokens, LENGTHS, rows.logits, strict=True):
         assert error(logits, own_logits(plain, tokens[:length])) <= 5 * ERROR_FLOOR[torch.float32]

@@ -140,6 +140,8 @@ CROWD, CALM, NONE = load_of(3500), load_of(500), load_of(0)
     [
         # The first request wants a replica at once, a crowd more after the delay.
         (0, [(0.0, CROWD), (1.9, CROWD), (2.0, CROWD)], [1, 1, 4]),
+        # No more than four are on their way at once.
+        (0, [(0.0, load_of(9000)), (2.0, load_of(9000))], [1, 4]),
         # A peak shorter than the delay adds nothing.
         (1, [(0.0, CROWD), (1.0, CROWD), (1.5, CALM), (2.5, CROWD), (4.4, CROWD)], [1] * 5),
         # Replicas go one by one, and the last one only when idle for long.

@@ -132,5 +132,8 @@ def test_a_long_life_leaves_nothing_behind() -> None:
             serve(queue, 1)
         else:
             queue.remove(next(iter(queue.values())))
+    for number in range(5000, 9000):  # nobody is served any more
+        queue.add(sequence(number, float(number), tenant=f"tenant {number}"))
+        queue.remove(next(iter(queue.values())))
     assert len(queue) == 0
     assert len(pickle.dumps(queue)) < 10_000, "all that it holds"
