@@ -75,7 +75,8 @@ async def drive(
 ) -> list[Record]:
     """Send the requests 0, 1, ... and wait until all have ended; `note` hears how many have.
 
-    A request that fails is noted with its status code; the load goes on.
+    A request that fails is noted with its status code; the load goes on. What `send` raises ends
+    it, and is raised here.
     """
     begun_s = time.perf_counter()
 
@@ -96,19 +97,22 @@ async def drive(
         ended += 1
         note(ended)
 
-    async with asyncio.TaskGroup() as group:
-        if isinstance(arrivals, Closed):
+    try:
+        async with asyncio.TaskGroup() as group:
+            if isinstance(arrivals, Closed):
 
-            async def place() -> None:
-                while not extent.ended(len(records), now_s()):
-                    await one(None)
+                async def place() -> None:
+                    while not extent.ended(len(records), now_s()):
+                        await one(None)
 
-            for _ in range(arrivals.in_flight):
-                group.create_task(place())
-        else:
-            for sent, due_s in enumerate(arrivals.due_s()):
-                if extent.ended(sent, due_s):
-                    break
-                await asyncio.sleep(max(due_s - now_s(), 0.0))
-                group.create_task(one(due_s))
+                for _ in range(arrivals.in_flight):
+                    group.create_task(place())
+            else:
+                for sent, due_s in enumerate(arrivals.due_s()):
+                    if extent.ended(sent, due_s):
+                        break
+                    await asyncio.sleep(max(due_s - now_s(), 0.0))
+                    group.create_task(one(due_s))
+    except ExceptionGroup as raised:
+        raise raised.exceptions[0] from None
     return records

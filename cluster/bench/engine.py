@@ -29,15 +29,16 @@ def over_engine(engine: LocalEngine, make: Callable[[int], Request]) -> Send:
             while live:
                 progressed = engine.advance()
                 assert progressed, "the scheduler left requests without a batch"
-                for ended, (record, output, now_s) in list(live.items()):
-                    if _look(record, output, now_s()):
-                        del live[ended]
+                for ended, (record, output, now_s) in live.items():
+                    # A load that is interrupted has cancelled it.
+                    if _look(record, output, now_s()) and not ended.done():
                         ended.set_result(None)
-                # In a closed loop the next requests are sent here.
+                # Here each `send` that has ended leaves; in a closed loop the next are sent.
                 await asyncio.sleep(0)
         except Exception as error:
             for ended in live:
-                ended.set_exception(error)
+                if not ended.done():
+                    ended.set_exception(error)
 
     async def send(number: int, record: Record, now_s: Callable[[], float]) -> None:
         nonlocal running
@@ -53,7 +54,10 @@ def over_engine(engine: LocalEngine, make: Callable[[int], Request]) -> Send:
         live[ended] = record, output, now_s
         if running is None or running.done():
             running = asyncio.create_task(run())
-        await ended
+        try:
+            await ended
+        finally:
+            del live[ended]
 
     return send
 

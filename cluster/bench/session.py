@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
@@ -69,9 +69,8 @@ class Service:
     """Calls that were asked again so far."""
 
 
-@asynccontextmanager
-async def engine(config: ClusterConfig, note: Note) -> AsyncIterator[Service]:
-    """A replica that is loaded here. Raises what loading raises."""
+def engine(config: ClusterConfig, note: Note) -> AbstractAsyncContextManager[Service]:
+    """A replica that is loaded by this call. Raises what loading raises."""
     import torch
 
     from cluster.bench.engine import over_engine
@@ -96,7 +95,7 @@ async def engine(config: ClusterConfig, note: Note) -> AsyncIterator[Service]:
         "rows of a batch": config.scheduler.rows_max,
         "torch threads": torch.get_num_threads(),
     }
-    yield Service(sends, replica.spec.vocab_size, said)
+    return nullcontext(Service(sends, replica.spec.vocab_size, said))
 
 
 @asynccontextmanager

@@ -114,10 +114,12 @@ def bench(
         options=options | request,
     )
     bars = Bars()
-    if openai:
-        service = session.openai(openai, server.api_key, model, endpoint == "chat")
-    else:
-        service = session.engine(settings, bars.note) if engine else session.cluster(server)
+
+    def service() -> Any:
+        if openai:
+            return session.openai(openai, server.api_key, model, endpoint == "chat")
+        return session.engine(settings, bars.note) if engine else session.cluster(server)
+
     report = _measured(plan, service, bars, server)
     _print(report)
     from cluster.bench.page import to_html
@@ -139,7 +141,9 @@ def _measured(plan: Any, service: Any, bars: Any, server: Any) -> Report:
     notes = console(stderr=True)
     try:
         with bars:
-            return asyncio.run(measure(plan, service, bars.note))
+            # An engine loads outside of the event loop, which would keep the first Ctrl-C.
+            begun = service()
+            return asyncio.run(measure(plan, begun, bars.note))
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
     except (ValueError, OSError) as error:

@@ -3,6 +3,8 @@ with an engine of this process."""
 
 from __future__ import annotations
 
+import asyncio
+import gc
 from collections.abc import Callable
 from itertools import islice
 
@@ -87,6 +89,22 @@ async def test_what_the_engine_raises_ends_the_load() -> None:
             raise OSError("broken")
 
     engine = LocalEngine(Breaks(), SchedulerConfig())
-    with pytest.raises(ExceptionGroup) as raised:
+    with pytest.raises(OSError, match="broken"):
         await drive(over_engine(engine, ask), Closed(2), Extent(requests=2))
-    assert raised.group_contains(OSError, match="broken")
+
+
+async def test_a_load_that_is_interrupted_ends_before_its_requests() -> None:
+    said: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: said.append(context))
+    engine = LocalEngine(FakeReplica(STEP_S), SchedulerConfig(draft_len=0, steps_per_batch_max=1))
+    load = asyncio.create_task(drive(over_engine(engine, ask), Closed(2), Extent(requests=2)))
+    await asyncio.sleep(2 * STEP_S)
+    ran = len(engine.results)
+    load.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await load
+    while len(asyncio.all_tasks()) > 1:
+        await asyncio.sleep(0)
+    assert 0 < ran <= len(engine.results) <= ran + 2 < 8
+    gc.collect()
+    assert not said

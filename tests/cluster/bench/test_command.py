@@ -6,10 +6,12 @@ pages.
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 
 from cluster.bench import session
@@ -61,28 +63,38 @@ WRONG = "[enforce fail at alloc_cpu.cpp:117] [/models/x] :cat: no memory"
 """Brackets, a slash in them and colons mean something to rich."""
 
 
+class Unanswered(grpc.RpcError):
+    def code(self) -> grpc.StatusCode:
+        return grpc.StatusCode.UNKNOWN
+
+    def details(self) -> str:
+        return "unanswered"
+
+
 @pytest.mark.parametrize(
     ("result", "code", "said"),
     [
         (found(), 0, "committed per row and step"),
         (report(), 1, "1 (UNAVAILABLE 1)"),
         (OSError(WRONG), 2, WRONG),
+        (Unanswered(), 1, "localhost:1: UNKNOWN: unanswered"),
         (KeyboardInterrupt(), 130, ""),
     ],
-    ids=["served", "a request failed", "an error", "interrupted"],
+    ids=["served", "a request failed", "an error", "no answer", "interrupted"],
 )
 def test_the_status_says_what_became_of_a_run(
     result: Any, code: int, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    async def measure(*_given: object) -> Report:
+    async def send(*_given: object) -> None:
         if isinstance(result, BaseException):
             raise result
-        assert isinstance(result, Report)
-        return result
 
-    monkeypatch.setattr(session, "measure", measure)
+    service = session.Service(lambda _workload: send, vocab_size=9, said={})
+    monkeypatch.setattr(session, "engine", lambda *_given: nullcontext(service))
+    monkeypatch.setattr(session, "_report", lambda *_given: result)
     path = tmp_path / "new" / "a.json"
-    assert said in lockstep("bench", "--engine", "--json", str(path), code=code)
+    command = ["bench", "--engine", "--address", "localhost:1", "--json", str(path)]
+    assert said in lockstep(*command, code=code)
     assert path.exists() == isinstance(result, Report)
 
 
