@@ -65,15 +65,15 @@ class Answer:
 
 def run_demo(config: ClusterConfig, max_new_tokens: int, verbose: bool = False) -> int:
     """Returns the exit status: 0 when every output equals plain decoding."""
+    terminal = Terminal(verbose, stderr=False)
     from cluster import run
 
-    terminal = Terminal(verbose, stderr=False)
     started_s = time.perf_counter()
     cluster = run.ClusterRun(config)
     chat = config.replica.target != TINY
     answers = [Answer(question, chat) for question in (QUESTIONS if chat else TEXTS)]
     try:
-        terminal.say("Ray and Serve start ...")
+        terminal.say_start()
         cluster.deploy(tell=terminal.tell)
         terminal.say(f"Replicas of {config.replica.target} start: {config.replicas} ...")
         cluster.wait_until(lambda all_up: all_up)

@@ -91,9 +91,9 @@ def serve_until_signal(config: ClusterConfig, verbose: bool = False) -> int:
     0 when the running requests could finish or the grace time had passed; 1 when a second signal
     ended them at once, or when the cluster did not start within `actors.start_s`.
     """
+    terminal = Terminal(verbose)
     from cluster import run
 
-    terminal = Terminal(verbose)
     hide_key()
     told = threading.Event()
 
@@ -104,7 +104,7 @@ def serve_until_signal(config: ClusterConfig, verbose: bool = False) -> int:
 
     cluster = run.ClusterRun(config)
     try:
-        terminal.say("Ray and Serve start ...")
+        terminal.say_start()
         cluster.deploy(tell=terminal.tell, join_ray=True)
         # Ray sets handlers of its own while it starts.
         signal.signal(signal.SIGINT, tell)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -71,6 +72,9 @@ class Terminal:
 
     def __init__(self, verbose: bool, stderr: bool = True) -> None:
         self.console = console(stderr)
+        if verbose:
+            # Ray reads it when it is imported; else it holds back what a second replica says alike.
+            os.environ.setdefault("RAY_DEDUP_LOGS", "0")
         self.tell = None if verbose else self.take
         """For `ClusterRun.deploy`."""
         self._stages: dict[tuple[str, int], str] = {}
@@ -78,6 +82,14 @@ class Terminal:
 
     def say(self, text: str) -> None:
         self.console.print(text)
+
+    def say_start(self) -> None:
+        self.say("Ray and Serve start ...")
+        if self.tell is not None:
+            self.say(
+                "Their logs are on each node, in session_latest/logs of Ray's temporary directory"
+                " (/tmp/ray); --verbose shows them here."
+            )
 
     def take(self, logged: Mapping[str, Any]) -> None:
         """What a process has logged, as Ray brings it to this process; comes on a thread of Ray's.

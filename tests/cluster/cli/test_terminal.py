@@ -19,6 +19,7 @@ def test_each_change_of_a_replicas_stage_is_a_line(
     caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     terminal = Terminal(verbose=False)
+    terminal.say_start()
     assert terminal.tell == terminal.take
     terminal.take(logged(7, "lockstep.start loads demo", "lockstep.replica a: b", "else"))
     terminal.take(logged(7, "lockstep.start loads demo"))
@@ -26,7 +27,9 @@ def test_each_change_of_a_replicas_stage_is_a_line(
     with caplog.at_level("INFO", "lockstep.start"):
         up("eagle3, 1 % right.")
     terminal.take(logged(7, *(f"{one.name} {one.message}" for one in caplog.records)))
-    assert capsys.readouterr().err.splitlines() == [
+    start, logs, *stages = capsys.readouterr().err.splitlines()
+    assert (start, "session_latest/logs" in logs) == ("Ray and Serve start ...", True)
+    assert stages == [
         "replica 1 (pid 7, ip 192.0.2.1) loads demo",
         "replica 2 (pid 9, ip 192.0.2.2) is up",
         "replica 1 (pid 7, ip 192.0.2.1) drafts badly, 1 % right. It serves all the same.",
