@@ -4,6 +4,7 @@ is taken."""
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -14,7 +15,7 @@ class PromptsError(ValueError):
 
 class _Line(msgspec.Struct):
     prompt: str | None = None
-    turns: list[str] = []
+    turns: list[Any] | None = None
 
 
 def read_prompts(path: Path, limit: int | None = None) -> list[str]:
@@ -33,7 +34,7 @@ def read_prompts(path: Path, limit: int | None = None) -> list[str]:
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise PromptsError(f"{path}:{number}: no JSON with a prompt: {error}") from None
         prompt = found.turns[0] if found.prompt is None and found.turns else found.prompt
-        if not prompt:
+        if not (prompt and isinstance(prompt, str)):
             raise PromptsError(f"{path}:{number}: expected a text in 'prompt' or in 'turns'")
         prompts.append(prompt)
     if not prompts:
