@@ -26,7 +26,13 @@ def http_app(service: FrontendService) -> FastAPI:
     Serve's proxy gives every request and its answer the header x-request-id, the client's own if it
     sends one: to set it here would send it twice.
     """
-    app = FastAPI(title="Lockstep", docs_url=None, redoc_url=None, openapi_url=None)
+    app = FastAPI(
+        title="Lockstep",
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+        redirect_slashes=False,  # it would send callers to whatever Host names, past the guard
+    )
     if origins := service.config.server.http_origins:
         # It answers a browser that asks whether it may send JSON.
         app.add_middleware(

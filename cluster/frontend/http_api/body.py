@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from codecs import BOM_UTF8
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -16,6 +17,8 @@ _BODY_S = 30.0
 """How long a body may take to come in."""
 _PARSE_INLINE_BYTES = 16_384
 """A longer body is parsed on a thread: 100,000 token ids take about 0.15 s."""
+_PARSER = ThreadPoolExecutor(1, "parser")
+"""Long bodies take turns: parsing holds the GIL, so more threads would hold up the event loop."""
 T = TypeVar("T")
 
 
@@ -36,7 +39,7 @@ async def read_body(request: Request, bytes_max: int, parse: Callable[[dict[str,
         raise InvalidRequest("request", reason) from None
     if len(body) <= _PARSE_INLINE_BYTES:
         return _parsed(body, parse)
-    return await asyncio.to_thread(_parsed, body, parse)
+    return await asyncio.get_running_loop().run_in_executor(_PARSER, _parsed, body, parse)
 
 
 def _parsed(body: bytearray, parse: Callable[[dict[str, Any]], T]) -> T:

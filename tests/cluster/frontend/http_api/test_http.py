@@ -5,6 +5,7 @@ Requests are given to the ASGI application in the frontend's own event loop.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 from collections.abc import Mapping
@@ -109,11 +110,14 @@ async def test_a_long_body_is_parsed_beside_the_event_loop(monkeypatch: pytest.M
 
     monkeypatch.setattr("cluster.frontend.http_api.body.parsed_json", parsed)
     async with http_frontend() as app:
-        for ids in (5, 20_000):
-            answer = await http(app, asking(committed_token_ids=[5] * ids, max_tokens=1))
-            assert answer.status == 400
-    main = threading.main_thread()
-    assert [thread is main for thread in threads] == [True, False]
+        bodies = [
+            asking(committed_token_ids=[5] * ids, max_tokens=1) for ids in (5, 20_000, 20_000)
+        ]
+        answers = await asyncio.gather(*(http(app, body) for body in bodies))
+        assert [answer.status for answer in answers] == [400] * 3
+    assert threads.count(threading.main_thread()) == 1
+    assert len(threads) == 3
+    assert len(set(threads)) == 2, "long bodies are parsed one after the other"
 
 
 async def test_a_body_without_an_end_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,9 +163,9 @@ async def test_a_web_page_cannot_use_the_server(headers: dict[str, str], status:
         assert error is None if status == 200 else error["message"].startswith(named[status])
         shown = answer.headers.get("access-control-allow-origin")
         assert shown == (headers["origin"] if "page" in headers.get("origin", "") else None)
-        for path in ("/healthz", "/readyz"):
+        for path, told in (("/healthz", 200), ("/readyz", 200), ("/v1/completions/", 404)):
             probe = await http(app, path=path, headers={"host": "pod-7.cluster"})
-            assert probe.status == 200
+            assert (probe.status, probe.headers.get("location")) == (told, None)
 
 
 async def test_a_page_that_is_named_may_send_what_clients_send_and_read_the_answer() -> None:
