@@ -186,7 +186,7 @@ def run_server(servicer: Server | None = None) -> Iterator[Running]:
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     yield Running(servicer, f"127.0.0.1:{port}")
-    server.stop(None)
+    server.stop(None).wait()
 
 
 def joined(chunks: Sequence[pb.GenerateChunk]) -> tuple[str, list[int]]:

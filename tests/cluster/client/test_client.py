@@ -126,11 +126,17 @@ def test_a_stream_that_breaks_anywhere_reads_like_one_that_did_not(
     assert all(asked == request for asked in script.asked)
 
 
-def test_of_several_addresses_the_one_that_can_be_reached_is_asked(first: Running) -> None:
-    first.server.script = Script(perfect(PROMPT_IDS, 5))
-    with Client(f"ipv4:127.0.0.1:1,{first.address}", retry=QUICK) as client:
-        assert client.generate(pb.GenerateRequest(prompt=PROMPT)).token_ids
-        assert client.retries == 0
+def test_of_several_addresses_one_that_can_be_reached_is_asked_and_goes_on(first: Running) -> None:
+    first.server.script = script = Script(perfect(PROMPT_IDS, 9))
+    with contextmanager(run_server)() as dying:
+        dying.server.script = Script(script.tokens, cuts=[(1, *BREAKS[0])])
+        client = Client(f"ipv4:127.0.0.1:1,{dying.address},{first.address}", retry=QUICK)
+        streaming = client.stream(pb.GenerateRequest(prompt=PROMPT))
+        chunks = [next(streaming)]
+    with client:
+        chunks += streaming
+    assert joined(chunks)[1] == script.tokens
+    assert [list(asked.committed_token_ids) for asked in script.asked] == [script.tokens[:3]]
 
 
 # --------------------------------------------------------------------------- what is final

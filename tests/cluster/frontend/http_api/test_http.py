@@ -163,9 +163,12 @@ async def test_a_web_page_cannot_use_the_server(headers: dict[str, str], status:
         assert error is None if status == 200 else error["message"].startswith(named[status])
         shown = answer.headers.get("access-control-allow-origin")
         assert shown == (headers["origin"] if "page" in headers.get("origin", "") else None)
-        for path, told in (("/healthz", 200), ("/readyz", 200), ("/v1/completions/", 404)):
-            probe = await http(app, path=path, headers={"host": "pod-7.cluster"})
-            assert (probe.status, probe.headers.get("location")) == (told, None)
+        paths = {path: method.upper() for path, [method] in app.openapi()["paths"].items()}
+        told = {"/healthz": 200, "/readyz": 200, "/v1/completions/": 404}
+        for path, method in (paths | {"/v1/completions/": "POST"}).items():
+            probe = await http(app, path=path, method=method, headers={"host": "pod-7.cluster"})
+            expected = told.get(path, 421)
+            assert (probe.status, probe.headers.get("location")) == (expected, None), path
 
 
 async def test_a_page_that_is_named_may_send_what_clients_send_and_read_the_answer() -> None:
@@ -203,8 +206,11 @@ async def test_the_one_key_opens_by_any_name_of_the_server_and_for_no_foreign_pa
             (ours, "name", 200),
             (theirs, "name", 401),
             (ours, "tiny", 404),
+            (ours | {"origin": "https://lockstep.example"}, "name", 200),
             (ours | {"origin": "https://evil.example"}, "name", 403),
         ):
-            assert (await http(app, asking(model=model), headers=headers)).status == status
+            answer = await http(app, asking(model=model), headers=headers)
+            assert answer.status == status
+            assert not any(name.startswith("access-control-") for name in answer.headers)
         models = (await http(app, path="/v1/models", headers=ours)).json
         assert [model["id"] for model in models["data"]] == ["name"]

@@ -6,6 +6,7 @@ template is told null is a value.
 
 from __future__ import annotations
 
+import asyncio
 import json
 from contextlib import suppress
 from typing import Any
@@ -29,7 +30,7 @@ from tests.cluster.frontend.http_rig import (
     served,
     served_tiny,
 )
-from tests.cluster.frontend.rig import PROMPT, Context, unfinished
+from tests.cluster.frontend.rig import PROMPT, Context, pool_of, unfinished
 from tests.cluster.wire import until
 
 
@@ -109,6 +110,18 @@ async def test_an_unexpected_error_is_logged_and_told_without_its_text(
         assert b"division" not in said
         await until(lambda: not unfinished(made.service))
     assert "ZeroDivisionError" in caplog.text
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_call_that_is_cancelled_leaves_no_sequence(stream: bool) -> None:
+    """As Serve does where a client leaves."""
+    async with served(step_s=0.02) as (made, app):
+        fields = {"prompt": PROMPT, "max_tokens": 400, "n": 2, "stream": stream}
+        asking = asyncio.ensure_future(post(app, "completions", **fields))
+        await until(lambda: pool_of(made).snapshot.live == 2)
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        await until(lambda: not unfinished(made.service) and not pool_of(made).snapshot.live)
 
 
 # --------------------------------------------------------------------------- nulls
