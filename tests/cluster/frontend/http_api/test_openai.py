@@ -17,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 from cluster.frontend.http_api.openai_answers import OpenAIAnswer
 from cluster.frontend.http_api.openai_models import UNSUPPORTED
 from protos import lockstep_pb2 as pb
+from scheduler.messages import FinishReason
 from tests.cluster.frontend.http_rig import (
     ASKED,
     HERMES_TEMPLATE,
@@ -122,6 +123,7 @@ async def test_a_call_that_is_cancelled_leaves_no_sequence(stream: bool) -> None
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
         await until(lambda: not unfinished(made.service) and not pool_of(made).snapshot.live)
+        assert pool_of(made).snapshot.finished[FinishReason.CANCELLED] == 2
 
 
 # --------------------------------------------------------------------------- nulls
