@@ -52,7 +52,8 @@ class Waits(Protocol):
 
 class Core:
     """Calls to one address, which may be several for gRPC (`ipv4:10.0.0.1:9000,10.0.0.2:9000`, or
-    a name): it goes on to the next one when it cannot connect."""
+    a name): it goes on to the next one when it cannot connect, not when one answers with errors.
+    With TLS it must be a name, as a list fails the check of the host name."""
 
     def __init__(
         self,

@@ -5,6 +5,7 @@ calls and the end of each choice, and the usage; also behind an error.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from functools import partial
@@ -16,6 +17,7 @@ from fastapi import FastAPI
 
 from cluster.config_sources import from_args
 from cluster.frontend.grpc_api.api import GrpcApi
+from tests.cluster.fakes import perfect
 from tests.cluster.frontend.http_rig import (
     ASKED,
     HERMES_TEMPLATE,
@@ -27,7 +29,7 @@ from tests.cluster.frontend.http_rig import (
     served_tiny,
     together,
 )
-from tests.cluster.frontend.rig import CONFIG, PROMPT
+from tests.cluster.frontend.rig import PROMPT, PROMPT_IDS
 
 Frontend = Callable[[], AbstractAsyncContextManager[tuple[GrpcApi, FastAPI]]]
 
@@ -36,18 +38,23 @@ TEXTS = {"max_tokens": 40, "temperature": 1, "return_token_ids": True}
 SEVERAL = {"n": 2, "prompt": ["x = ", "x = "], "echo": True, "logprobs": 2, "prompt_logprobs": 1}
 CALLS = {"tools": TOOLS, "tool_choice": "required", "max_tokens": 60, "temperature": 1}
 LOGPROBS = {"logprobs": True, "top_logprobs": 1, "prompt_logprobs": 1}
+# The text begins as the first one does, and has the second one, with a character of four tokens.
+HELD = {"prompt": PROMPT_IDS + perfect(PROMPT_IDS, 40), "stop": ["lazyx", "屶rld"]}
 SEEDS = count()
 
 
 def slow() -> AbstractAsyncContextManager[tuple[GrpcApi, FastAPI]]:
-    """Each time a server with another seed of its own."""
-    return served(CONFIG.model_copy(update={"seed": next(SEEDS)}), step_s=0.005)
+    """Each time a server with another seed of its own; an event has a token or two."""
+    small = {"draft_len": 0, "steps_per_batch_max": 1}
+    config = {"seed": next(SEEDS), "scheduler": small, "frontend": {"coalesce_ms": 1}}
+    return served(from_args(config), step_s=0.02)
 
 
 CASES: dict[str, tuple[Frontend, str, dict[str, Any]]] = {
     "completion": (slow, COMPLETIONS, {"prompt": PROMPT} | TEXTS | {"echo": True}),
     "chat": (slow, CHAT, {"messages": TURNS_JSON} | TEXTS),
     "greedy": (slow, COMPLETIONS, {"prompt": PROMPT} | TEXTS | {"temperature": 0}),
+    "held back": (slow, COMPLETIONS, HELD | TEXTS | {"temperature": 0}),
     "choices of two prompts": (served_tiny, COMPLETIONS, SEVERAL | TEXTS),
     "calls": (partial(served_tiny, HERMES_TEMPLATE), CHAT, {"messages": ASKED} | CALLS | LOGPROBS),
 }
@@ -71,10 +78,12 @@ async def test_a_stream_goes_on_behind_any_event(
         assert (len(choice["reasons"]), choice["tokens"]) == (1, _tokens(names[-1])[number])
     several = fields.get("n", 1) > 1
     texts = [choice["text"] for choice in said["choices"].values()]
+    assert said["choices"][0]["reasons"] == ["stop"] or "stop" not in fields
     assert not several or len(set(texts)) == 4, "equal prompts get answers of their own"
     async with frontend() as (_made, app):
-        for at in sorted({0, 1, len(names) // 3, len(names) // 2, len(names) - 2, len(names) - 1}):
-            again = await post(app, path, headers={"last-event-id": names[at]}, **fields)
+        cuts = range(len(names))[:: -4 if several else -1]
+        asked = (post(app, path, headers={"last-event-id": names[at]}, **fields) for at in cuts)
+        for at, again in zip(cuts, await asyncio.gather(*asked), strict=True):
             *rest, done = numbered(again)
             assert done == ("", {})
             assert together([*whole[: at + 1], *rest]) == said
