@@ -23,7 +23,7 @@ from typing import Any
 
 import grpc
 
-from benchmarks.shared.processes import Process, cluster_processes
+from benchmarks.shared.processes import Process
 from cluster.client import Client
 from cluster.config import ClusterConfig
 from cluster.config_sources import from_args
@@ -34,10 +34,6 @@ from tests.free_ports import free_port
 
 START_S = 240.0
 _CALL_S = 120.0
-_RAY_S = 100.0
-"""For Ray's answer within a call: a call that ended without its own would leave it to the next."""
-_WORKER = "worker"
-"""A resource that all nodes but the head have."""
 _ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -228,7 +224,10 @@ def _host(pipe: Connection, plan: Plan, log_path: str) -> None:
     os.environ.pop("RAY_SERVE_PROXY_USE_GRPC", None)
     # Workers import what the plan names.
     os.environ["PYTHONPATH"] = os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")])
-    held = _Held(plan)
+    # Ray reads some variables as it is imported.
+    from tests.chaos.held import Held
+
+    held = Held(plan)
     try:
         try:
             # Where it hangs, if it does.
@@ -251,120 +250,3 @@ def _host(pipe: Connection, plan: Plan, log_path: str) -> None:
         pass
     finally:
         held.stop()
-
-
-class _Held:
-    """The cluster, in the process that is connected to its Ray."""
-
-    def __init__(self, plan: Plan) -> None:
-        self._plan = plan
-        self._nodes: Any = None
-        """The cluster of nodes, where the plan has more than one."""
-
-    def start(self) -> None:
-        import ray
-        from ray import serve
-        from ray.serve.config import HTTPOptions, gRPCOptions
-
-        from cluster import app, run
-
-        plan, server = self._plan, self._plan.config.server
-        environment = run.ray_environment(plan.config)
-        if plan.worker_nodes:
-            # As where `ClusterRun` joins a Ray.
-            del environment["RAY_SERVE_PROXY_USE_GRPC"]
-        os.environ.update(environment)
-        options = {"include_dashboard": False, "object_store_memory": 100 << 20}
-        quiet = {"log_to_driver": False, "configure_logging": False}
-        if plan.worker_nodes:
-            from ray.cluster_utils import Cluster
-
-            head = {"num_cpus": plan.cpus, **options}
-            self._nodes = Cluster(initialize_head=True, head_node_args=head)
-            for _ in range(plan.worker_nodes):
-                self.add_node()
-            ray.init(self._nodes.address, **quiet)
-        else:
-            ray.init("local", num_cpus=plan.cpus, **quiet, **options)
-        if plan.pool_on_worker or plan.pool is not None:
-            self._open_pool()
-        serve.start(
-            proxy_location="HeadOnly",
-            http_options=HTTPOptions(host=server.http_host, port=server.http_port),
-            grpc_options=gRPCOptions(
-                port=server.grpc_port, grpc_servicer_functions=list(app.SERVICER_FUNCTIONS)
-            ),
-            logging_config={"enable_access_log": False},
-        )
-        self.deploy(plan)
-
-    def deploy(self, plan: Plan) -> None:
-        from ray import serve
-
-        from cluster import app
-
-        load, load_text = plan.load or app.load_replica, plan.load_text or TargetText.load
-        application = app.build_app(plan.config, load, load_text)
-        # As `ClusterRun` does it, but so that replicas can be told to come and go one by one.
-        external = plan.config.autoscaling is None
-        serve.run(
-            application, name=app.APP_NAME, route_prefix="/", external_scaler_enabled=external
-        )
-
-    def _open_pool(self) -> None:
-        import ray
-
-        from cluster.pool.protocol import NAMESPACE
-        from cluster.pool.ray_pool import PoolProcess
-
-        config = self._plan.config
-        # Any worker will do, also when it restarts; a wish for a certain node is lost at times.
-        resources = {_WORKER: 0.001} if self._plan.pool_on_worker else {}
-        pool = (
-            ray.remote(self._plan.pool or PoolProcess)
-            .options(
-                name=config.pool_name,
-                namespace=NAMESPACE,
-                lifetime="detached",
-                max_restarts=-1,
-                num_cpus=0,
-                resources=resources,
-            )
-            .remote(config)
-        )
-        ray.get(pool.status.remote(), timeout=START_S)
-
-    def processes(self) -> list[Process]:
-        return cluster_processes()
-
-    def scale(self, replicas: int) -> None:
-        import ray
-        from ray.serve._private.common import DeploymentID
-        from ray.serve.context import _get_global_client
-
-        from cluster.app import APP_NAME
-
-        controller = _get_global_client()._controller
-        deployment = DeploymentID("replica", APP_NAME)
-        ray.get(controller.update_deployment_replicas.remote(deployment, replicas), timeout=_RAY_S)
-
-    def add_node(self) -> None:
-        self._nodes.add_node(
-            num_cpus=1, num_gpus=1, resources={_WORKER: 1.0}, object_store_memory=100 << 20
-        )
-
-    def lose_node(self, node_id: str) -> None:
-        (node,) = (node for node in self._nodes.worker_nodes if node.node_id == node_id)
-        self._nodes.remove_node(node, allow_graceful=False)
-
-    def stop(self) -> None:
-        import ray
-        from ray import serve
-
-        try:
-            if ray.is_initialized():
-                serve.shutdown()
-        finally:
-            ray.shutdown()
-            if self._nodes is not None:
-                self._nodes.shutdown()
