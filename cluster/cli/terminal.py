@@ -61,7 +61,7 @@ class Bars:
         """So much of the phase is done."""
         if phase not in self._tasks:
             self._tasks[phase] = self._progress.add_task(phase, total=total)
-        self._progress.update(self._tasks[phase], completed=done)  # type: ignore[arg-type]
+        self._progress.update(self._tasks[phase], completed=done, total=total)  # type: ignore[arg-type]
 
 
 class Terminal:
