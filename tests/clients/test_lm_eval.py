@@ -1,6 +1,6 @@
 """Proves: lm-eval measures a served Lockstep through `local-completions` as it measures the same
-target by its own `hf` backend: the accuracy and whether a choice is the greedy one are equal, and
-each loglikelihood is within 1e-3.
+target by its own `hf` backend: the accuracy of each task, the texts and whether a choice is the
+greedy one are equal, and each loglikelihood is within 1e-3.
 """
 
 from __future__ import annotations
@@ -25,8 +25,19 @@ ROWS = [
     ("The del statement is used to", [" return", " remove", " import"], 1),
     ("The pass statement does", [" nothing", " everything", " raise"], 0),
 ]
-TASK = "served_choose"
-FORM = """\
+GENERATE = """\
+task: served_generate
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {data}}}}}
+test_split: test
+output_type: generate_until
+doc_to_text: "{{{{question}}}}"
+doc_to_target: "{{{{choices[answer]}}}}"
+generation_kwargs: {{until: ["\\n\\n", "."], max_gen_toks: 24, do_sample: false, temperature: 0}}
+metric_list:
+  - metric: exact_match
+"""
+CHOOSE = """\
 task: served_choose
 dataset_path: json
 dataset_kwargs: {{data_files: {{test: {data}}}}}
@@ -39,13 +50,14 @@ target_delimiter: ""
 metric_list:
   - metric: acc
 """
+TASKS = {"served_generate": ("exact_match,none", GENERATE), "served_choose": ("acc,none", CHOOSE)}
 
 
-def evaluated(out: Path) -> tuple[float, list[Any]]:
-    """The accuracy, and the answers of each row in the order of the rows."""
+def evaluated(out: Path, task: str) -> tuple[float, list[Any]]:
+    """The task's figure, and the answers of each row in the order of the rows."""
     [results] = out.rglob("results_*.json")
-    figure = json.loads(results.read_text())["results"][TASK]["acc,none"]
-    [samples] = out.rglob(f"samples_{TASK}_*.jsonl")
+    figure = json.loads(results.read_text())["results"][task][TASKS[task][0]]
+    [samples] = out.rglob(f"samples_{task}_*.jsonl")
     rows = [json.loads(line) for line in samples.read_text().splitlines()]
     rows.sort(key=lambda row: row["doc_id"])
     assert len(rows) == len(ROWS)
@@ -60,7 +72,8 @@ def test_lm_eval_measures_the_same_as_by_its_own_backend(
     data.write_text("".join(json.dumps(line) + "\n" for line in lines))
     tasks = tmp_path / "tasks"
     tasks.mkdir()
-    (tasks / f"{TASK}.yaml").write_text(FORM.format(data=data))
+    for task, (_, form) in TASKS.items():
+        (tasks / f"{task}.yaml").write_text(form.format(data=data))
     through = (
         f"model={NAME},base_url={served.http}/v1/completions,tokenizer={served.directory},"
         "num_concurrent=4,max_retries=1"
@@ -71,12 +84,18 @@ def test_lm_eval_measures_the_same_as_by_its_own_backend(
     ):
         run(
             *("lm_eval", "--model", model, "--model_args", arguments, "--device", "cpu"),
-            *("--tasks", TASK, "--include_path", tasks),
+            *("--tasks", ",".join(TASKS), "--include_path", tasks),
             *("--output_path", tmp_path / out, "--log_samples"),
             offline=True,
         )
+    (figure, texts), (own_figure, own_texts) = (
+        evaluated(tmp_path / out, "served_generate") for out in ("served", "own")
+    )
+    assert figure == own_figure
+    assert texts == own_texts
+    assert any(text for [text] in texts)
     (figure, chosen), (own_figure, own_chosen) = (
-        evaluated(tmp_path / out) for out in ("served", "own")
+        evaluated(tmp_path / out, "served_choose") for out in ("served", "own")
     )
     assert figure == own_figure
     for row, own_row in zip(chosen, own_chosen, strict=True):

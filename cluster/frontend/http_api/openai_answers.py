@@ -7,7 +7,7 @@ import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, zip_longest
+from itertools import chain, pairwise, zip_longest
 from typing import Any
 
 from cluster.frontend.answer import Answer, AnswerSequence
@@ -18,7 +18,7 @@ from cluster.frontend.target_text import TargetText
 from cluster.frontend.text import special_ids
 from cluster.frontend.tools import CallDelta, ToolCall
 from scheduler.decoding import TokenLogprobs
-from scheduler.messages import FinishReason
+from scheduler.messages import FinishReason, Usage
 
 _FINISH_REASONS: Mapping[FinishReason, str] = {
     FinishReason.STOP: "stop",
@@ -81,7 +81,7 @@ class OpenAIAnswer:
     def whole(self, deltas: Iterable[Delta]) -> dict[str, Any]:
         """`deltas`: one of each sequence, with all of it."""
         choices = [self._choice(delta) for delta in sorted(deltas, key=lambda delta: delta.index)]
-        return self._object(choices, chunk=False) | {"usage": self._usage()}
+        return self._object(choices, chunk=False) | self._costs()
 
     def event(self, said: Mapping[str, Any], told_usage: bool = False) -> str:
         """As it is sent, with its id."""
@@ -100,7 +100,7 @@ class OpenAIAnswer:
 
     def last_events(self) -> Iterator[str]:
         if self._with_usage and not (self._last is not None and self._last.told_usage):
-            yield self.event(self._object([]) | {"usage": self._usage()}, told_usage=True)
+            yield self.event(self._object([]) | self._costs(), told_usage=True)
         yield "data: [DONE]\n\n"
 
     # ------------------------------------------------------------------ parts
@@ -165,6 +165,15 @@ class OpenAIAnswer:
                 "rejected_prediction_tokens": drafted - accepted,
             },
         }
+
+    def _costs(self) -> dict[str, Any]:
+        """The usage, and for a single sequence that had drafts how speculation went."""
+        costs: dict[str, Any] = {"usage": self._usage()}
+        if len(self._ends) == 1:
+            [end] = self._ends.values()
+            if end.usage.draft_tokens:
+                costs["metrics"] = {"speculative_decoding": _speculation(end.usage)}
+        return costs
 
     def _of_prompt(self, one: _Written) -> list[tuple[int, TokenLogprobs | None]]:
         """The prompt's tokens and theirs, where they are echoed."""
@@ -269,3 +278,17 @@ def _call_parts(calls: Iterable[CallDelta]) -> list[dict[str, Any]]:
 def _called(call: ToolCall) -> dict[str, Any]:
     function = {"name": call.name, "arguments": call.arguments}
     return {"id": call.id, "type": "function", "function": function}
+
+
+def _speculation(usage: Usage) -> dict[str, Any]:
+    """In vLLM's shape, which benchmarks read. A step always emits a token besides the accepted."""
+    reached = (usage.steps, *usage.accepted_at, 0)
+    return {
+        "mean_acceptance_length": (usage.steps + usage.accepted_tokens) / usage.steps,
+        "draft_acceptance_rate": usage.accepted_tokens / usage.draft_tokens,
+        # Entry j: the steps that accepted exactly j tokens.
+        "acceptance_histogram": [at_least - more for at_least, more in pairwise(reached)],
+        "num_accepted_draft_tokens": usage.accepted_tokens,
+        "num_draft_tokens": usage.draft_tokens,
+        "num_spec_steps": usage.steps,
+    }

@@ -55,9 +55,6 @@ async def test_an_answer_is_the_one_of_the_grpc_api(chat: bool) -> None:
         usage = whole["usage"]
         assert usage["prompt_tokens"] == plain.end.usage.prompt_tokens
         assert usage["completion_tokens"] == 30
-        drafts = usage["completion_tokens_details"]
-        assert 0 < drafts["accepted_prediction_tokens"] < 30
-        assert drafts["rejected_prediction_tokens"] >= 0
         assert usage["total_tokens"] == usage["prompt_tokens"] + 30
         options = {"include_usage": True}
         answer = await post(app, path, **fields, stream=True, stream_options=options)
@@ -90,6 +87,29 @@ async def test_the_model_is_listed_and_no_other_is_served() -> None:
             assert (answer.status, answer.error["param"]) == (404, "model")
         for path in ("/v1/models", f"/v1/models/{MODEL}"):
             assert (await http(app, path=path, client="192.0.2.7")).status == 401
+
+
+async def test_an_answer_of_one_sequence_says_how_speculation_went() -> None:
+    async with served() as (_made, app):
+        fields: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 60, "temperature": 0}
+        whole = (await post(app, "completions", **fields)).json
+        options = {"include_usage": True}
+        streamed = await post(app, "completions", **fields, stream=True, stream_options=options)
+        for said in (whole, events(streamed)[-1]):
+            found = said["metrics"]["speculative_decoding"]
+            steps, accepted = found["num_spec_steps"], found["num_accepted_draft_tokens"]
+            details = said["usage"]["completion_tokens_details"]
+            assert details["accepted_prediction_tokens"] == accepted > 0
+            rejected = found["num_draft_tokens"] - accepted
+            assert details["rejected_prediction_tokens"] == rejected
+            histogram = found["acceptance_histogram"]
+            assert min(histogram) >= 0
+            assert sum(histogram) == steps
+            assert sum(number * times for number, times in enumerate(histogram)) == accepted
+            assert found["mean_acceptance_length"] == (steps + accepted) / steps == 60 / steps
+            assert found["draft_acceptance_rate"] == accepted / found["num_draft_tokens"]
+        several = (await post(app, "completions", **fields, n=2)).json
+        assert "metrics" not in several
 
 
 @pytest.mark.parametrize("stream", [True, False])
