@@ -14,6 +14,8 @@ from functools import cache
 from typing import Any
 
 from rich.console import Console
+from rich.live import Live
+from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
@@ -46,6 +48,8 @@ TEXTS = (
     "If the file does not exist,",
 )
 _READY_S = 180.0
+_COLUMN = 38
+"""Least width of an answer on the screen, in characters."""
 
 
 @dataclass
@@ -54,7 +58,9 @@ class Answer:
 
     question: str
     chat: bool
+    text: str = ""
     tokens: list[int] = field(default_factory=list)
+    complete: bool = False
 
     def request(self, max_new_tokens: int) -> pb.GenerateRequest:
         if not self.chat:
@@ -100,21 +106,55 @@ async def _ask(
     async with AsyncClient(address) as client:
         await client.wait_until_ready(_READY_S)
         started_s = time.perf_counter()
-        await asyncio.gather(*(_stream(client, each, max_new_tokens, console) for each in answers))
+        streams = [_stream(client, each, max_new_tokens, console) for each in answers]
+        if console.is_terminal:
+            with Live(
+                console=console,
+                refresh_per_second=12,
+                get_renderable=lambda: show(answers, *console.size),
+            ):
+                await asyncio.gather(*streams)
+        else:
+            await asyncio.gather(*streams)
         return time.perf_counter() - started_s, await client.status()
 
 
 async def _stream(
     client: AsyncClient, answer: Answer, max_new_tokens: int, console: Console
 ) -> None:
-    """Print the answer when it is complete."""
-    text = ""
+    """Where there is no terminal, print the answer when it is complete."""
     async for chunk in client.stream(answer.request(max_new_tokens)):
-        text += chunk.text
+        answer.text += chunk.text
         answer.tokens.extend(chunk.token_ids)
-    between = "\n" if answer.chat else ""
-    console.print(Text.assemble((answer.question, "bold"), between, text), soft_wrap=True)
-    console.print()
+    answer.complete = True
+    if not console.is_terminal:
+        between = "\n" if answer.chat else ""
+        text = Text.assemble((answer.question, "bold"), between, answer.text)
+        console.print(text, soft_wrap=True)
+        console.print()
+
+
+def show(answers: Sequence[Answer], width: int, height: int) -> Table:
+    """The answers side by side: the last lines of each, so that all fit on the screen."""
+    columns = min(max(1, width // _COLUMN), len(answers))
+    rows = -(-len(answers) // columns)
+    lines = max(1, (height - 1) // rows - 2)
+    inner = width // columns - 4
+    table = Table.grid()
+    for _ in range(columns):
+        table.add_column(width=width // columns)
+    panels = [_panel(answer, inner, lines) for answer in answers]
+    for first in range(0, len(panels), columns):
+        table.add_row(*panels[first : first + columns])
+    return table
+
+
+def _panel(answer: Answer, width: int, lines: int) -> Panel:
+    wrapped = Text(" ".join(answer.text.split())).wrap(Console(width=width), width)
+    shown = Text("\n").join(list(wrapped)[-lines:])
+    title = Text(answer.question, "bold", overflow="ellipsis", no_wrap=True)
+    border = "green" if answer.complete else "dim"
+    return Panel(shown, title=title, title_align="left", border_style=border, height=lines + 2)
 
 
 def _compare(

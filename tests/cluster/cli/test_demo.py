@@ -1,9 +1,26 @@
-"""Proves: the demo's requests are what the model understands."""
+"""Proves: the demo's answers fit on the screen, and its requests are what the model understands."""
 
 from __future__ import annotations
 
-from cluster.cli.demo import Answer
+import io
+
+import pytest
+from rich.console import Console
+
+from cluster.cli.demo import QUESTIONS, Answer, show
 from protos import lockstep_pb2 as pb
+
+
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (100, 30), (120, 40), (200, 50), (30, 10)])
+def test_eight_answers_fit_on_the_screen(width: int, height: int) -> None:
+    answers = [Answer(question, True, "word " * 200 + "the end") for question in QUESTIONS]
+    console = Console(width=width, height=height, file=io.StringIO(), record=True)
+    console.print(show(answers, width, height))
+    lines = console.export_text().splitlines()
+    assert max(map(len, lines)) <= width
+    if height >= 24:
+        assert len(lines) < height
+        assert sum(line.count("the end") for line in lines) == len(answers)
 
 
 def test_a_chat_model_is_asked_by_messages_and_the_tiny_pair_goes_on_with_a_text() -> None:
