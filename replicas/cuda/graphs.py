@@ -52,7 +52,7 @@ def buckets(most: int) -> list[int]:
 
 
 class NotRecorded(RuntimeError):
-    """A pass that is no CUDA graph; the message says which one and what helps."""
+    """A pass that cannot be made a CUDA graph; the message names it, and the setting that asks."""
 
 
 class Recordable(Protocol):
