@@ -65,6 +65,7 @@ def question_parser(
     parser.add_argument("--context-len", type=int, default=1536)
     parser.add_argument("--batches", type=int, nargs="+", default=batches)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cpu")
     return parser
 
 
@@ -98,7 +99,7 @@ def replica_config(args: argparse.Namespace, speculative: dict[str, Any]) -> Rep
     return ReplicaConfig(
         target=args.target,
         speculative=speculative,
-        device="cpu",
+        device=args.device,
         context_len=args.context_len,
         kv_blocks=args.batches[-1] * args.context_len // 16,
         prefix_sharing=False,
