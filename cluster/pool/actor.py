@@ -330,9 +330,8 @@ class PoolActor:
 
     def _lose_frontend(self, session: str, why: str) -> None:
         frontend = self.frontends.pop(session)
-        lost = list(frontend.requests)
-        log.warning("frontend %s %s; %d requests cancelled", session, why, len(lost))
-        frontend.lost = True
-        for request_id in lost:
-            self._step(Cancel(request_id))
         frontend.close()
+        log.warning("frontend %s %s; %d requests cancelled", session, why, len(frontend.requests))
+        for request_id in frontend.requests:
+            self._owners.pop(request_id, None)
+            self._step(Cancel(request_id))

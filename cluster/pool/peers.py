@@ -71,8 +71,6 @@ class FrontendPeer:
     """Live ones."""
     unfinished: int = 0
     """Requests of its process that have not ended, in all shards, as it said last."""
-    lost: bool = False
-    """Nothing is sent any more."""
     _waiting: list[FrontendMessage] = field(default_factory=list)
     _timer: asyncio.TimerHandle | None = None
 
@@ -92,8 +90,6 @@ class FrontendPeer:
 
     def flush(self) -> None:
         """Send what waits and the pool's state now."""
-        if self.lost:
-            return
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -101,7 +97,6 @@ class FrontendPeer:
         self.stream.send(*waiting, self.state())
 
     def close(self) -> None:
-        self.lost = True
         if self._timer is not None:
             self._timer.cancel()
         self.stream.end()
