@@ -26,13 +26,7 @@ from protos import lockstep_pb2 as pb
 from scheduler.messages import Action, Event, Submit
 from tests.chaos.hosted import HostedCluster, Plan, cluster_config
 from tests.chaos.load import all_right, fake_asks, longest_silence_s, recovered, serve
-from tests.chaos.troubled import (
-    HANG_ONCE,
-    KILL_IN_PREFILL,
-    POISON,
-    struck,
-    troubled_loader,
-)
+from tests.chaos.troubled import HANG_ONCE, KILL_IN_PREFILL, POISON, struck, troubled_loader
 from tests.cluster.fakes import load_fake_text
 from tests.free_ports import free_port
 
