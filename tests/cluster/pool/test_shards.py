@@ -10,7 +10,6 @@ import asyncio
 
 import pytest
 
-from cluster.config_sources import from_args
 from cluster.frontend.grpc_api.status import to_status
 from cluster.pool import shard_router
 from cluster.pool.protocol import PoolUnreachable, PoolView
@@ -131,22 +130,6 @@ async def test_a_cancel_finds_its_request_after_a_move() -> None:
         assert s.live()[1] == 0
 
 
-async def test_all_shards_look_like_one_pool() -> None:
-    async with shards(1, 2) as s:
-        lives = [s.submit(prompt, 20) for prompt in PROMPTS]
-        await check(lives)
-        status = to_status(await s.router.status())
-        assert len(status.replicas) == 3
-        assert status.requests_finished == len(PROMPTS)
-        assert [(shard.name, shard.serving) for shard in status.shards] == [
-            *zip(s.config.pool_names, (1, 2), strict=True)
-        ]
-        assert not any(shard.silent for shard in status.shards)
-        assert {shard.incarnation for shard in status.shards} == {
-            (await wire.status()).incarnation for wire in s.wires
-        }
-
-
 async def test_one_shard_that_stops_stops_the_server() -> None:
     async with shards(1, 1) as s:
         await s.wires[1].actor.stop_accepting(60.0)
@@ -156,13 +139,6 @@ async def test_one_shard_that_stops_stops_the_server() -> None:
         assert s.router.stopping.is_set()
         await s.wires[1].actor.stop_accepting(0.0)
         await until(lambda: not s.router.stopping.is_set())
-
-
-def test_shards_have_names_of_their_own_and_one_has_the_pools() -> None:
-    one, three = from_args({}), from_args({"pool": {"shards": 3}})
-    assert one.pool_names == (one.pool_name,)
-    assert three.pool_names == tuple(f"{three.pool_name}-{n}" for n in range(3))
-    assert one.pool_name != three.pool_name
 
 
 async def test_deaths_of_replicas_are_counted_over_all_shards() -> None:
@@ -188,11 +164,9 @@ async def test_deaths_of_replicas_are_counted_over_all_shards() -> None:
             one.let_go.set()
 
 
-async def test_a_shard_that_hangs_is_named_and_a_fault_is_no_silence(
+async def test_all_shards_look_like_one_pool_but_for_those_that_hang(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(shard_router, "_STATUS_S", 0.05)
-
     async def hangs() -> PoolView:
         await asyncio.Event().wait()
         raise AssertionError
@@ -201,13 +175,23 @@ async def test_a_shard_that_hangs_is_named_and_a_fault_is_no_silence(
         raise ValueError("a fault")
 
     async with shards(1, 2) as s:
+        await check([s.submit(prompt, 20) for prompt in PROMPTS])
+        first, second = s.config.pool_names
+        assert first != second
+        status = to_status(await s.router.status())
+        assert status.requests_finished == len(PROMPTS)
+        assert len(status.replicas) == 3
+        assert [(one.name, one.serving) for one in status.shards] == [(first, 1), (second, 2)]
+        assert [one.incarnation for one in status.shards] == [
+            (await wire.status()).incarnation for wire in s.wires
+        ]
+        monkeypatch.setattr(shard_router, "_STATUS_S", 0.05)
         monkeypatch.setattr(s.wires[0], "status", hangs)
         view = await s.router.status()
-        assert view.silent == s.config.pool_names[:1]
-        assert [shard.name for shard in view.shards] == [*s.config.pool_names[1:]]
-        assert len(view.status.replicas) == 2
+        assert (view.silent, [one.name for one in view.shards]) == ((first,), [second])
         status = to_status(view)
-        assert [shard.name for shard in status.shards if shard.silent] == [*view.silent]
+        assert len(status.replicas) == 2
+        assert [one.name for one in status.shards if one.silent] == [first]
         assert status.ready
         assert s.router.ready
         monkeypatch.setattr(s.wires[1], "status", hangs)
