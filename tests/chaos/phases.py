@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -20,7 +21,7 @@ from tests.chaos.kills import SERVER_KINDS, Kind, Strike, Striker, draw_strikes
 from tests.chaos.load import GOOD, Outcome, Verdict, longest_silence_s, put
 from tests.chaos.memory import Memory
 from tests.chaos.mix import Mix, draw_prompts, draw_samplings
-from tests.cluster.fakes import fake_loader, load_fake_text
+from tests.cluster.fakes import load_fake, load_fake_text
 
 PROMPTS = 48
 REAL_PROMPTS = 24
@@ -60,7 +61,7 @@ def fake_phase(rng: Random, seconds: float, kinds: Sequence[Kind], shards: int =
         frontend={"number": 2},
         scheduler={"steps_per_batch_max": 2},
     )
-    plan = Plan(config, fake_loader(step_s=0.03, prefill_s=0.02), load_fake_text)
+    plan = Plan(config, partial(load_fake, step_s=0.03, prefill_s=0.02), load_fake_text)
     text = load_fake_text(config.replica)
     bases = fake_bases(draw_prompts(rng, text, PROMPTS))
     strikes = draw_strikes(rng, seconds, (3.0, 8.0), kinds)

@@ -21,7 +21,6 @@ from cluster.config_sources import from_args
 from cluster.frontend.grpc_api.api import GrpcApi
 from cluster.pool.stopping import stop_pools
 from protos import lockstep_pb2 as pb
-from scheduler.messages import RejectCode
 from tests.cluster.fakes import ClockAhead, perfect
 from tests.cluster.frontend.rig import (
     PROMPT,
@@ -106,22 +105,6 @@ async def test_a_cut_ends_what_runs_as_unavailable_and_without_an_end() -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_what_another_incarnation_had_accepted_is_accepted_again() -> None:
-    async with shards(0) as w:
-        old = w.submit(PROMPT_IDS, 4)
-        await until(lambda: w.live() == [1])
-        w.wire.restart()
-        await w.wire.actor.stop_accepting(60.0)
-        await until(w.session.stopping.is_set)
-        new = w.submit(PROMPT_IDS, 4)
-        await new.ended.wait()
-        assert new.reject.code is RejectCode.STOPPING
-        assert (await w.wire.actor.stop_accepting(60.0)).unfinished == 1
-        await w.add_replica()
-        await old.ended.wait()
-        assert old.tokens == perfect(PROMPT_IDS, 4)
-
-
 async def test_a_stop_that_was_never_finished_heals() -> None:
     clock = ClockAhead()
     async with frontend(clock=clock) as made:
@@ -193,6 +176,7 @@ async def test_a_request_that_moves_in_the_grace_time_is_finished() -> None:
 
 
 async def test_what_a_pool_had_that_restarts_in_the_grace_time_is_finished() -> None:
+    """The new pool accepts again what the other one had, though it is told to stop before."""
     stands_at_s: list[float] = []
 
     def clock() -> float:

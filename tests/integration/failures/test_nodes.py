@@ -28,7 +28,7 @@ from protos import lockstep_pb2 as pb
 from replicas.config import ReplicaConfig
 from tests.chaos.hosted import HostedCluster, Plan, cluster_config
 from tests.chaos.load import all_right, fake_asks, longest_silence_s, recovered, serve
-from tests.cluster.fakes import fake_loader, load_fake_text
+from tests.cluster.fakes import load_fake, load_fake_text
 from tests.free_ports import free_port
 from tests.integration.conftest import plainly
 from tests.integration.pairs import write_pair
@@ -56,7 +56,7 @@ def hosted() -> Iterator[HostedCluster]:
     )
     plan = Plan(
         config,
-        fake_loader(step_s=0.05, prefill_s=0.05),
+        partial(load_fake, step_s=0.05, prefill_s=0.05),
         load_fake_text,
         worker_nodes=2,
         pool_on_worker=True,
