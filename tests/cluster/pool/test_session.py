@@ -19,7 +19,7 @@ from cluster.pool.protocol import FRONTEND, WORKER
 from scheduler.messages import Action, Event, FinishReason, ReplicaLost, StepDone, Submit
 from scheduler.scheduler import Scheduler
 from tests.cluster.fakes import Clock, FakeReplica, perfect
-from tests.cluster.pool.rig import CONFIG, check, half_dead, prompts, shards, with_pool
+from tests.cluster.pool.rig import CONFIG, check, prompts, shards, with_pool
 from tests.cluster.wire import Wire, until
 
 
@@ -180,14 +180,15 @@ async def test_a_pool_that_only_says_it_lives_is_asked_with_pauses_and_deadlines
 ) -> None:
     monkeypatch.setattr("cluster.pool.session._OVERDUE_S", 0.1)
     async with shards(0) as w:
-        calls = half_dead(w.wire)
+        w.wire.half_dead = True
+        w.wire.break_streams()
         live = w.submit([5, 6], 10, timeout_s=0.2)
         await live.ended.wait()
         assert live.finish.reason is FinishReason.DEADLINE
-        assert calls() > 1
+        assert 2 < len(w.wire.streams) < 100, "asked again, and with pauses"
         w.session.check()
         # Once it answers again, all is well.
-        del w.wire.connect
+        w.wire.half_dead = False
         await w.add_replica()
         later = w.submit([5, 6], 10)
         await check([later])
@@ -196,10 +197,9 @@ async def test_a_pool_that_only_says_it_lives_is_asked_with_pauses_and_deadlines
 @pytest.mark.parametrize("lives", [False, True])
 async def test_a_pool_that_answers_nothing_ends_requests_as_unreachable(lives: bool) -> None:
     async with shards(0, config=with_pool(CONFIG, unreachable_s=0.3)) as w:
-        if lives:
-            half_dead(w.wire)
-        else:
-            w.wire.loss = 1.0
+        w.wire.half_dead = lives
+        w.wire.loss = 0.0 if lives else 1.0
+        w.wire.break_streams()
         live = w.submit([5, 6], 10)
         await live.ended.wait()
         assert live.unreachable

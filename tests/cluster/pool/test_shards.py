@@ -20,17 +20,7 @@ from cluster.pool.protocol import PoolUnreachable, PoolView
 from scheduler.errors import InvalidRequest
 from scheduler.messages import FinishReason, RejectCode, Request
 from tests.cluster.fakes import FakeReplica
-from tests.cluster.pool.rig import (
-    CONFIG,
-    MOVE_S,
-    PROMPTS,
-    TIMEOUT_S,
-    Cluster,
-    Stuck,
-    check,
-    half_dead,
-    shards,
-)
+from tests.cluster.pool.rig import CONFIG, MOVE_S, PROMPTS, TIMEOUT_S, Cluster, Stuck, check, shards
 from tests.cluster.wire import until
 
 SMALL_BLOCKS = 4
@@ -120,10 +110,9 @@ async def test_requests_leave_a_pool_that_does_not_answer(says_it_lives: bool) -
     async with shards(1, 1) as s:
         lives = [s.submit(prompt, 150) for prompt in PROMPTS]
         await asyncio.sleep(0.05)
-        if says_it_lives:
-            half_dead(s.wires[0])
-        else:
-            s.wires[0].loss = 1.0
+        s.wires[0].half_dead = says_it_lives
+        s.wires[0].loss = 0.0 if says_it_lives else 1.0
+        s.wires[0].break_streams()
         await until(lambda: not s.router.sessions[0].load.answers)
         # New ones go past it at once, before anybody has given it up.
         assert {live.shard for live in lives} == {0, 1}
