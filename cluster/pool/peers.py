@@ -139,8 +139,9 @@ def deliver(
         if peer is not None:
             peer.post(message)
             due[peer] = min(within_s, due.get(peer, within_s))
-    for peer, within_s in due.items():
-        peer.flush_within(within_s)
+    # Workers first: a replica may have nothing to do until then.
+    for peer in sorted(due, key=lambda peer: isinstance(peer, FrontendPeer)):
+        peer.flush_within(due[peer])
 
 
 def unlike(spec: ReplicaSpec, workers: Mapping[str, WorkerPeer]) -> str:
