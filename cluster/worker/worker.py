@@ -238,20 +238,23 @@ class Worker:
                 pass
 
     async def _read(self, stream: Stream) -> None:
-        """Until the pool has nothing of this replica any more. Raises StreamLost before that."""
+        """Until the pool has nothing of this replica any more. Raises StreamLost where the stream ends
+        before that."""
+        handed_over = False
         async for messages in stream.frames():
             for message in messages:
                 match message:
                     case Interrupt(_, batch_id):
                         self._interrupted = max(self._interrupted, batch_id)
                     case DrainNote():
+                        handed_over = True
                         stream.send(LeaveNote())
-                        return
                     case Release(_, sequence_ids):
                         self._jobs.put(partial(self._release, sequence_ids=sequence_ids))
                     case Batch():
                         self._jobs.put(partial(self._run, batch=message))
-        raise StreamLost("the pool has ended it")
+        if not handed_over:
+            raise StreamLost("the pool has ended it")
 
     def _finished(self, batch: Batch, result: StepResult | StepFailed) -> None:
         if result.replica_id != self.replica_id or self._stream is None:
