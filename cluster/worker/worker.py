@@ -238,8 +238,8 @@ class Worker:
                 pass
 
     async def _read(self, stream: Stream) -> None:
-        """Until the pool has nothing of this replica any more. Raises StreamLost where the stream ends
-        before that."""
+        """Until the pool has nothing of this replica any more. Raises StreamLost where the stream
+        ends before that."""
         handed_over = False
         async for messages in stream.frames():
             for message in messages:

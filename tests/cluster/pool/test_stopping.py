@@ -19,7 +19,7 @@ from ray.exceptions import GetTimeoutError
 
 from cluster.config_sources import from_args
 from cluster.frontend.grpc_api.api import GrpcApi
-from cluster.pool.stopping import stop_pools
+from cluster.pool.ray_pool import stop_pools
 from protos import lockstep_pb2 as pb
 from tests.cluster.fakes import ClockAhead, perfect
 from tests.cluster.frontend.rig import (
@@ -156,8 +156,8 @@ def _ray_calls(monkeypatch: pytest.MonkeyPatch) -> None:
         assert num_returns == len(replies)
         wait(replies, timeout)
 
-    monkeypatch.setattr("cluster.pool.stopping.ray", SimpleNamespace(get=get, wait=wait_all))
-    monkeypatch.setattr("cluster.pool.stopping._ANSWER_S", 0.2)
+    monkeypatch.setattr("cluster.pool.ray_pool.ray", SimpleNamespace(get=get, wait=wait_all))
+    monkeypatch.setattr("cluster.pool.ray_pool._UNFINISHED_S", 0.2)
 
 
 async def test_a_request_that_moves_in_the_grace_time_is_finished() -> None:
@@ -205,7 +205,7 @@ async def test_what_a_pool_had_that_restarts_in_the_grace_time_is_finished() -> 
 async def test_a_pool_that_hangs_is_waited_for_until_a_cut_ends_all_requests(
     grace_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cluster.pool.stopping._CUT_S", 0.2)
+    monkeypatch.setattr("cluster.pool.ray_pool._CUT_S", 0.2)
     # None of the requests would move, or end, within the test.
     config = with_pool(CONFIG, move_s=1000.0)
     async with shards(1, 0, config=config, step_s=1.0) as s:
