@@ -3,7 +3,7 @@
 Serve's controller makes one `PoolPolicy` for the replica deployment and calls it in its control
 loop, ten times a second. Replicas cannot report while there are none, and Serve hears of a custom
 figure only every ten seconds; so the policy asks the pool's actor, which lives as long as a
-frontend does. It asks on a thread of its own and never waits: between two answers the number stays.
+frontend does. It waits for no answer: between two answers the number stays.
 
 Serve takes the class's code along by value, and the modules that it imports from the environment of
 the controller.
@@ -14,14 +14,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any, Protocol
 
 import ray
 from ray.serve.config import AutoscalingConfig as ServeAutoscaling, AutoscalingPolicy
 
 from cluster.config import ClusterConfig
-from cluster.pool.protocol import NAMESPACE
+from cluster.pool.protocol import NAMESPACE, PoolView
 from scheduler.scaling import (
     LOOK_S,
     AutoscalingConfig,
@@ -36,7 +36,7 @@ from scheduler.status import PoolStatus
 log = logging.getLogger("ray.serve")
 
 _ANSWER_S = 2.0
-"""How long a look waits for answers."""
+"""How long the shards may take to answer a look."""
 
 
 class Context(Protocol):
@@ -53,20 +53,18 @@ class PoolPolicy:
         pool_names: Sequence[str],
         autoscaling: Mapping[str, Any],
         rows_max: int,
-        ask: Callable[[], Sequence[PoolStatus]] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`autoscaling` holds the fields of AutoscalingConfig; `ask` gets the status of each shard,
-        and may block and may raise."""
+        """`autoscaling` holds the fields of AutoscalingConfig."""
         self.config = AutoscalingConfig.model_validate(dict(autoscaling))
-        self._ask = ask or Pools(pool_names)
+        self._names = pool_names
         self._clock = clock
         self._meter = CapacityMeter(self.config.tokens_per_s, rows_max)
         self._state = ScalingState()
-        # Its thread ends with this object.
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="lockstep-autoscaling")
-        self.answer: Future[Sequence[PoolStatus]] | None = None
-        """What the shards were asked; None where nothing is under way."""
+        self._actors: list[Any] = []
+        """The pools; found again after each failure."""
+        self._asked: list[Future[PoolView]] = []
+        """Their answers that are waited for; none where no look is under way."""
         self._asked_s = float("-inf")
         self._answers = False
 
@@ -81,28 +79,37 @@ class PoolPolicy:
             return wanted, {}
 
     def _new_answer(self) -> Sequence[PoolStatus] | None:
-        """The pool's answer when there is a new one; asks again when it is time."""
-        now_s = self._clock()
-        answer = self.answer
-        if answer is None:
-            if now_s - self._asked_s >= LOOK_S:
-                self._asked_s = now_s
-                self.answer = self._thread.submit(self._ask)
-            return None
-        if not answer.done():
-            return None
-        self.answer = None
-        error = answer.exception()
-        if (error is None) != self._answers:
-            self._answers = error is None
-            if error is None:
-                log.info("autoscaling: the pool answers")
-            else:
+        """What all shards have said, when it is new; asks again when it is time."""
+        try:
+            answer = self._look()
+        except Exception as error:
+            self._actors, self._asked = [], []
+            self._state = unseen(self._state, self._clock())
+            if self._answers:
                 log.warning("autoscaling: the pool does not answer: %s", error)
-        if error is not None:
-            self._state = unseen(self._state, now_s)
+            self._answers = False
             return None
-        return answer.result()
+        if answer is not None and not self._answers:
+            log.info("autoscaling: the pool answers")
+            self._answers = True
+        return answer
+
+    def _look(self) -> Sequence[PoolStatus] | None:
+        """Raises what Ray raises where a shard does not answer."""
+        now_s = self._clock()
+        if self._asked:
+            all_here = all(answer.done() for answer in self._asked)
+            if not all_here and now_s - self._asked_s < _ANSWER_S:
+                return None
+            asked, self._asked = self._asked, []
+            return [answer.result(timeout=0).status for answer in asked]
+        if now_s - self._asked_s >= LOOK_S:
+            self._asked_s = now_s
+            self._actors = self._actors or [
+                ray.get_actor(name, namespace=NAMESPACE) for name in self._names
+            ]
+            self._asked = [actor.status.remote().future() for actor in self._actors]
+        return None
 
     def _decide(self, shards: Sequence[PoolStatus], wanted: int) -> int:
         status = merged_status(shards)
@@ -118,26 +125,6 @@ class PoolPolicy:
                 *(status.tokens_per_s, tokens_per_s),
             )
         return number
-
-
-class Pools:
-    """Asks the pool's actors and waits for their answers; finds them again after a failure."""
-
-    def __init__(self, names: Sequence[str]) -> None:
-        self._names = names
-        self._actors: list[Any] = []
-
-    def __call__(self) -> list[PoolStatus]:
-        """Of each shard. Raises what Ray raises where one of them does not answer."""
-        try:
-            self._actors = self._actors or [
-                ray.get_actor(name, namespace=NAMESPACE) for name in self._names
-            ]
-            asked = [actor.status.remote() for actor in self._actors]
-            return [view.status for view in ray.get(asked, timeout=_ANSWER_S)]
-        except Exception:
-            self._actors = []
-            raise
 
 
 def serve_autoscaling(config: ClusterConfig) -> ServeAutoscaling | None:

@@ -33,58 +33,52 @@ class Metric(NamedTuple):
     tags: tuple[str, ...] = ()
 
 
-def _counter(help_: str, *tags: str) -> Metric:
-    return Metric("Counter", help_, tags)
-
-
-def _gauge(help_: str) -> Metric:
-    return Metric("Gauge", help_)
-
-
-def _seconds(help_: str, *tags: str) -> Metric:
-    return Metric("Histogram", help_, tags)
-
-
 METRICS: Mapping[str, Metric] = {
-    "lockstep_tokens_committed": _counter("Tokens committed by the pool."),
-    "lockstep_requests_finished": _counter("Requests finished, by reason.", "reason"),
-    "lockstep_prompt_tokens": _counter("Prompt tokens of finished requests."),
-    "lockstep_cached_tokens": _counter(
-        "Those of them that an earlier request with the same prefix had computed."
+    "lockstep_tokens_committed": Metric("Counter", "Tokens committed by the pool."),
+    "lockstep_requests_finished": Metric("Counter", "Requests finished, by reason.", ("reason",)),
+    "lockstep_prompt_tokens": Metric("Counter", "Prompt tokens of finished requests."),
+    "lockstep_cached_tokens": Metric(
+        "Counter", "Those of them that an earlier request with the same prefix had computed."
     ),
-    "lockstep_requests_recovered": _counter(
-        "Times that a request lost its place on a replica and was prefilled again."
+    "lockstep_requests_recovered": Metric(
+        "Counter", "Times that a request lost its place on a replica and was prefilled again."
     ),
-    "lockstep_sequences_preempted": _counter(
-        "Sequences sent back to waiting because KV blocks ran out."
+    "lockstep_sequences_preempted": Metric(
+        "Counter", "Sequences sent back to waiting because KV blocks ran out."
     ),
-    "lockstep_sequences_moved": _counter("Sequences moved to a replica with fewer of them."),
-    "lockstep_draft_tokens": _counter("Draft tokens of finished requests."),
-    "lockstep_accepted_tokens": _counter("Accepted tokens of finished requests."),
-    "lockstep_waiting_requests": _gauge("Requests that wait for a replica."),
-    "lockstep_waiting_tokens": _gauge("Tokens, prompt and limit, of the requests that wait."),
-    "lockstep_outstanding_tokens": _gauge(
-        "Tokens that accepted requests are still expected to commit."
+    "lockstep_sequences_moved": Metric(
+        "Counter", "Sequences moved to a replica with fewer of them."
     ),
-    "lockstep_running_requests": _gauge("Requests that are on a replica."),
-    "lockstep_replicas": _gauge("Replicas that have joined the pool."),
-    "lockstep_kv_blocks": _gauge("KV blocks of all replicas."),
-    "lockstep_kv_blocks_free": _gauge("Free KV blocks of all replicas."),
-    "lockstep_acceptance": _gauge(
-        "Accepted over draft tokens, of the replicas that are there now."
+    "lockstep_draft_tokens": Metric("Counter", "Draft tokens of finished requests."),
+    "lockstep_accepted_tokens": Metric("Counter", "Accepted tokens of finished requests."),
+    "lockstep_waiting_requests": Metric("Gauge", "Requests that wait for a replica."),
+    "lockstep_waiting_tokens": Metric(
+        "Gauge", "Tokens, prompt and limit, of the requests that wait."
     ),
-    "lockstep_batch_spread": _gauge(
-        "Longest minus shortest row of a batch, mean over the replicas that are there now."
+    "lockstep_outstanding_tokens": Metric(
+        "Gauge", "Tokens that accepted requests are still expected to commit."
     ),
-    "lockstep_queue_seconds": _seconds("From a pool's acceptance to the first replica."),
-    "lockstep_first_token_seconds": _seconds("From a request's arrival to its first token."),
-    "lockstep_request_seconds": _seconds(
-        "From a request's arrival to its end, by status code.", "status"
+    "lockstep_running_requests": Metric("Gauge", "Requests that are on a replica."),
+    "lockstep_replicas": Metric("Gauge", "Replicas that have joined the pool."),
+    "lockstep_kv_blocks": Metric("Gauge", "KV blocks of all replicas."),
+    "lockstep_kv_blocks_free": Metric("Gauge", "Free KV blocks of all replicas."),
+    "lockstep_acceptance": Metric(
+        "Gauge", "Accepted over draft tokens, of the replicas that are there now."
     ),
-    "lockstep_calls_refused": _counter(
-        "Calls refused by a frontend or the pool, by status code.", "status"
+    "lockstep_batch_spread": Metric(
+        "Gauge", "Longest minus shortest row of a batch, mean over the replicas that are there now."
     ),
-    "lockstep_streamed_chunks": _counter("Chunks sent to streaming clients."),
+    "lockstep_queue_seconds": Metric("Histogram", "From a pool's acceptance to the first replica."),
+    "lockstep_first_token_seconds": Metric(
+        "Histogram", "From a request's arrival to its first token."
+    ),
+    "lockstep_request_seconds": Metric(
+        "Histogram", "From a request's arrival to its end, by status code.", ("status",)
+    ),
+    "lockstep_calls_refused": Metric(
+        "Counter", "Calls refused by a frontend or the pool, by status code.", ("status",)
+    ),
+    "lockstep_streamed_chunks": Metric("Counter", "Chunks sent to streaming clients."),
 }
 
 Sink = Callable[[str, float, Mapping[str, str]], None]
@@ -122,26 +116,24 @@ class PoolMeter:
     def __init__(self, sink: Sink = _nowhere) -> None:
         self._sink = sink
         self._next_s = 0.0
-        self._sums: Counter[str] = Counter()
-        """By the name of a counter, since the last observation."""
-        self._reasons: Counter[str] = Counter()
-        """Requests finished since then, by reason."""
+        self._sums: Counter[tuple[str, str]] = Counter()
+        """By a counter and the reason that is its tag, since the last observation."""
         self._preempted = self._moved = 0
         """Sums at the last observation."""
 
     def committed(self, tokens: int) -> None:
-        self._sums["lockstep_tokens_committed"] += tokens
+        self._sums["lockstep_tokens_committed", ""] += tokens
 
     def finished(self, finish: Finish) -> None:
         usage, sums = finish.usage, self._sums
         if usage.replicas:
             self._sink("lockstep_queue_seconds", usage.queued_s, {})
-        self._reasons[finish.reason.value] += 1
-        sums["lockstep_requests_recovered"] += usage.recovered
-        sums["lockstep_prompt_tokens"] += usage.prompt_tokens
-        sums["lockstep_cached_tokens"] += usage.cached_tokens
-        sums["lockstep_draft_tokens"] += usage.draft_tokens
-        sums["lockstep_accepted_tokens"] += usage.accepted_tokens
+        sums["lockstep_requests_finished", finish.reason.value] += 1
+        sums["lockstep_requests_recovered", ""] += usage.recovered
+        sums["lockstep_prompt_tokens", ""] += usage.prompt_tokens
+        sums["lockstep_cached_tokens", ""] += usage.cached_tokens
+        sums["lockstep_draft_tokens", ""] += usage.draft_tokens
+        sums["lockstep_accepted_tokens", ""] += usage.accepted_tokens
 
     def observe(self, scheduler: Scheduler, now_s: float) -> None:
         """Write the sums and the gauges, at most once a second."""
@@ -149,11 +141,8 @@ class PoolMeter:
             return
         self._next_s = now_s + _EVERY_S
         sums, self._sums = self._sums, Counter()
-        for name, total in sums.items():
-            self._sink(name, total, {})
-        reasons, self._reasons = self._reasons, Counter()
-        for reason, requests in reasons.items():
-            self._sink("lockstep_requests_finished", requests, {"reason": reason})
+        for (name, reason), total in sums.items():
+            self._sink(name, total, {"reason": reason} if reason else {})
         status = scheduler.snapshot()
         self._sink("lockstep_sequences_preempted", status.preempted - self._preempted, {})
         self._sink("lockstep_sequences_moved", status.moved - self._moved, {})

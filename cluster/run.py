@@ -26,7 +26,7 @@ from ray.util import list_named_actors
 from cluster.app import APP_NAME, REPLICA, SERVICER_FUNCTIONS, build_app
 from cluster.config import ClusterConfig
 from cluster.pool.protocol import NAMESPACE
-from cluster.pool.stopping import stop_pools
+from cluster.pool.ray_pool import stop_pools
 
 _LOOK_S = 0.25
 """Between two looks; each is work for Serve's controller."""

@@ -225,8 +225,10 @@ class PoolActor:
         if changed:
             log.info("no new request is accepted%s", ", the unfinished ones end" if cut else "")
             self._tell_frontends()
-        # One that moves from shard to shard may be in none of them at the moment.
-        told = sum(frontend.unfinished for frontend in self.frontends.values())
+        told = 0
+        if self._config.shards > 1:
+            # One that moves from shard to shard may be in none of them at the moment.
+            told = sum(frontend.unfinished for frontend in self.frontends.values())
         age_s = self._clock() - self._started_s
         return StopReply(max(self.scheduler.snapshot().live, told), age_s > self._config.lease_s)
 
@@ -330,9 +332,8 @@ class PoolActor:
 
     def _lose_frontend(self, session: str, why: str) -> None:
         frontend = self.frontends.pop(session)
-        lost = list(frontend.requests)
-        log.warning("frontend %s %s; %d requests cancelled", session, why, len(lost))
-        frontend.lost = True
-        for request_id in lost:
-            self._step(Cancel(request_id))
         frontend.close()
+        log.warning("frontend %s %s; %d requests cancelled", session, why, len(frontend.requests))
+        for request_id in frontend.requests:
+            self._owners.pop(request_id, None)
+            self._step(Cancel(request_id))

@@ -71,8 +71,6 @@ class FrontendPeer:
     """Live ones."""
     unfinished: int = 0
     """Requests of its process that have not ended, in all shards, as it said last."""
-    lost: bool = False
-    """Nothing is sent any more."""
     _waiting: list[FrontendMessage] = field(default_factory=list)
     _timer: asyncio.TimerHandle | None = None
 
@@ -92,8 +90,6 @@ class FrontendPeer:
 
     def flush(self) -> None:
         """Send what waits and the pool's state now."""
-        if self.lost:
-            return
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -101,7 +97,6 @@ class FrontendPeer:
         self.stream.send(*waiting, self.state())
 
     def close(self) -> None:
-        self.lost = True
         if self._timer is not None:
             self._timer.cancel()
         self.stream.end()
@@ -144,8 +139,9 @@ def deliver(
         if peer is not None:
             peer.post(message)
             due[peer] = min(within_s, due.get(peer, within_s))
-    for peer, within_s in due.items():
-        peer.flush_within(within_s)
+    # Workers first: a replica may have nothing to do until then.
+    for peer in sorted(due, key=lambda peer: isinstance(peer, FrontendPeer)):
+        peer.flush_within(due[peer])
 
 
 def unlike(spec: ReplicaSpec, workers: Mapping[str, WorkerPeer]) -> str:

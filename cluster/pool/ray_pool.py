@@ -11,18 +11,19 @@ import asyncio
 import gc
 import logging
 import os
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import ActorDiedError, RayError
+from ray.exceptions import ActorDiedError, GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.config import ClusterConfig
 from cluster.metrics import PoolMeter, ray_sink
 from cluster.pool.actor import PoolActor
-from cluster.pool.protocol import FRONTEND, NAMESPACE, WORKER, PoolUnreachable, PoolView
+from cluster.pool.protocol import FRONTEND, NAMESPACE, WORKER, PoolUnreachable, PoolView, StopReply
 from cluster.transport import Endpoint, Key, Server, Stream, StreamKind, connect
 from scheduler.messages import ReplicaSpec
 
@@ -32,6 +33,14 @@ _ANSWER_S = 5.0
 """How long any answer may take."""
 _ALIVE_S = 1.0
 """How long the answer of a process may take that has nothing to do but to say that it lives."""
+_UNFINISHED_S = 1.0
+"""How long the pools may take to say what is unfinished."""
+_CUT_S = 5.0
+"""How long they may take to cut it."""
+_STOPPING_S = 60.0
+"""How long a pool stays closed after it was last told to stop. A stop that was itself killed leaves
+a pool that serves again."""
+_LOOK_S = 0.05
 _PREFERRED_NODES = ("lockstep_pool", "node:__internal_head__")
 """A Ray resource of the nodes that a pool should be on, the first one that any node has. The second
 is the head node's: it is no spot node, and without it the cluster is lost anyway."""
@@ -133,17 +142,52 @@ class RayPool:
         Raises TimeoutError while it takes its time, and whatever Ray raises.
         """
         if self._opening is None:
-            opening = asyncio.to_thread(self._open_actor)
-            self._opening = asyncio.get_running_loop().create_task(opening)
-            self._opening.add_done_callback(self._found_or_not)
-        async with asyncio.timeout(_ANSWER_S):
-            return await asyncio.shield(self._opening)
+            self._opening = asyncio.create_task(asyncio.to_thread(self._open_actor))
+        opening = self._opening
+        try:
+            async with asyncio.timeout(_ANSWER_S):
+                self._actor = await asyncio.shield(opening)
+                return self._actor
+        finally:
+            if opening.done() and opening is self._opening:
+                self._opening = None
 
-    def _found_or_not(self, task: asyncio.Task[ActorHandle]) -> None:
-        self._opening = None
-        # What waited for it has the error, if anything did.
-        if not task.cancelled() and task.exception() is None:
-            self._actor = task.result()
+
+def stop_pools(actors: Sequence[ActorHandle], grace_s: float) -> None:
+    """Let the pools refuse what is new, and wait until they have finished the rest: blocking, from
+    where the server is stopped.
+
+    What is unfinished after `grace_s` ends as UNAVAILABLE, so that clients go elsewhere with it.
+    All pools are asked until none has anything: requests may move to one that had nothing before.
+    """
+    deadline_s = time.monotonic() + grace_s
+    while (left_s := deadline_s - time.monotonic()) > 0:
+        if _nothing_left(actors, min(_UNFINISHED_S, left_s)):
+            return
+        time.sleep(_LOOK_S)
+    _nothing_left(actors, _CUT_S, cut=True)
+
+
+def _nothing_left(actors: Sequence[ActorHandle], within_s: float, cut: bool = False) -> bool:
+    """Tells all pools at once, so that one that hangs keeps nothing from the others; whether each
+    has said in time that nothing is unfinished."""
+    asked = [actor.stop_accepting.remote(_STOPPING_S, cut) for actor in actors]
+    if asked:
+        ray.wait(asked, num_returns=len(asked), timeout=within_s)
+    return all(map(_finished, asked))
+
+
+def _finished(asked: ray.ObjectRef[StopReply]) -> bool:
+    try:
+        reply = ray.get(asked, timeout=0)
+    except GetTimeoutError:
+        return False
+    except ActorDiedError:
+        return True
+    except RayError as error:
+        log.warning("the pool does not answer while it is stopped: %s", error)
+        return False
+    return reply.settled and not reply.unfinished
 
 
 async def process_lives(process: ActorHandle) -> bool:

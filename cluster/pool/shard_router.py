@@ -61,8 +61,6 @@ class ShardRouter:
         """Since when a shard cannot serve all of its requests."""
         self.stopping = asyncio.Event()
         """Set while a shard accepts no new request: they are all told to stop, one by one."""
-        self._told_idle = False
-        """Whether all shards of a server that stops were told that nothing is left here."""
         self._mover: asyncio.Task[None] | None = None
 
     def submit(self, request: Request, timeout_s: float) -> InFlightRequest:
@@ -151,12 +149,6 @@ class ShardRouter:
             # Also of a shard that cannot be heard.
             for session in self.sessions:
                 session.cut_off()
-        idle = self.stopping.is_set() and not self.unfinished
-        if idle and not self._told_idle:
-            # What stops the server asks them all, and they would hear it with the next beat only.
-            for session in self.sessions:
-                session.tell()
-        self._told_idle = idle
 
     async def _move_forever(self) -> None:
         while True:

@@ -17,8 +17,7 @@ from random import Random
 
 from benchmarks.shared.report import machine, table
 from tests.chaos.kills import Kind
-from tests.chaos.phases import run_all
-from tests.chaos.report import is_clean, sentences
+from tests.chaos.phases import is_clean, run_all, sentences
 
 
 def main() -> int:

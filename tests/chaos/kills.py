@@ -9,19 +9,18 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import StrEnum
 from random import Random
 
-from benchmarks.shared.processes import Process
 from tests.chaos.hosted import HostedCluster
 
 
 class Kind(StrEnum):
-    """One kind of trouble."""
+    """One kind of trouble: where nothing else is said, SIGKILL to a process of this name."""
 
     REPLICA = "replica"
-    """SIGKILL to a replica."""
     FREEZE = "freeze"
     """SIGSTOP to a replica for longer than its lease, then SIGCONT."""
     POOL = "pool"
@@ -34,15 +33,6 @@ class Kind(StrEnum):
 
 SERVER_KINDS = (Kind.REPLICA, Kind.FREEZE, Kind.POOL, Kind.CONTROLLER, Kind.SCALE)
 """Kinds that no client may notice, even one that asks only once."""
-
-KILLED = {
-    Kind.REPLICA: "replica",
-    Kind.POOL: "pool",
-    Kind.FRONTEND: "frontend",
-    Kind.PROXY: "proxy",
-    Kind.CONTROLLER: "controller",
-}
-"""The processes that a SIGKILL of a kind may hit."""
 
 
 @dataclass(frozen=True)
@@ -74,73 +64,47 @@ class Striker:
 
     def __init__(self, hosted: HostedCluster) -> None:
         self.struck: Counter[Kind] = Counter()
-        self.error: BaseException | None = None
         self._hosted = hosted
         self._frozen_s = hosted.config.pool.lease_s + 1.5
         self._over = threading.Event()
-        self._thread: threading.Thread | None = None
 
     @contextlib.contextmanager
     def striking(self, strikes: Sequence[Strike]) -> Iterator[None]:
         """Strikes while the body runs; what was frozen or scaled is as before afterwards."""
-        self._over.clear()
-        self._thread = threading.Thread(target=self._run, args=(strikes,), daemon=True)
-        self._thread.start()
-        try:
-            yield
-        finally:
-            self._over.set()
-            self._thread.join(60.0)
-        if self.error is not None:
-            raise self.error
+        with ThreadPoolExecutor(1) as thread:
+            running = thread.submit(self._run, strikes)
+            try:
+                yield
+            finally:
+                self._over.set()
+        running.result()
 
     def _run(self, strikes: Sequence[Strike]) -> None:
         start_s = time.monotonic()
-        lasting: list[threading.Thread] = []
-        try:
+        with ThreadPoolExecutor() as threads:
+            lasting: list[Future[None]] = []
             for strike in strikes:
                 if self._over.wait(max(start_s + strike.at_s - time.monotonic(), 0.0)):
                     break
-                if strike.kind in (Kind.FREEZE, Kind.SCALE):
-                    run = self._freeze if strike.kind is Kind.FREEZE else self._scale
-                    lasting.append(threading.Thread(target=run, args=(strike,), daemon=True))
-                    lasting[-1].start()
-                else:
-                    self._kill(strike)
-            for thread in lasting:
-                thread.join(60.0)
-        except BaseException as error:
-            self.error = error
+                run = self._scale if strike.kind is Kind.SCALE else self._signal
+                lasting.append(threads.submit(run, strike))
+        for each in lasting:
+            each.result()
 
-    def _victim(self, strike: Strike, kind: str) -> Process | None:
-        """None where there is none."""
-        found = self._hosted.processes(kind)
-        return found[int(strike.choice * len(found))] if found else None
-
-    def _kill(self, strike: Strike) -> None:
-        victim = self._victim(strike, KILLED[strike.kind])
-        if victim is None:
+    def _signal(self, strike: Strike) -> None:
+        """Ends a process, or has it stand still."""
+        freezes = strike.kind is Kind.FREEZE
+        found = self._hosted.processes("replica" if freezes else strike.kind.value)
+        if not found:
             return
-        try:
-            os.kill(victim.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            return
-        self.struck[strike.kind] += 1
-
-    def _freeze(self, strike: Strike) -> None:
-        victim = self._victim(strike, "replica")
-        if victim is None:
-            return
-        try:
-            os.kill(victim.pid, signal.SIGSTOP)
-            self._over.wait(self._frozen_s)
-        except ProcessLookupError:
-            return
-        finally:
-            # It may have been killed while it stood still.
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(victim.pid, signal.SIGCONT)
-        self.struck[strike.kind] += 1
+        pid = found[int(strike.choice * len(found))].pid
+        # It may have ended by itself, or have been killed while it stood still.
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGSTOP if freezes else signal.SIGKILL)
+            self.struck[strike.kind] += 1
+            if freezes:
+                self._over.wait(self._frozen_s)
+                os.kill(pid, signal.SIGCONT)
 
     def _scale(self, strike: Strike) -> None:
         replicas = self._hosted.config.replicas

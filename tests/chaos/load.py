@@ -47,7 +47,7 @@ class Verdict(StrEnum):
     """Its own deadline has passed; the right tokens so far."""
     LOST = "lost"
     DOUBLED = "doubled"
-    """Something came twice: a token, the end, the first chunk's own fields."""
+    """Something came twice: the end, the first chunk's own fields; or there are too many tokens."""
     WRONG = "wrong"
 
 
@@ -81,25 +81,19 @@ class Outcome:
         """How it compares with the undisturbed answer."""
         right = self.ask.right
         tokens = tuple(self.tokens)
-        if self.ends > 1 or self.named > 1:
+        if self.ends > 1 or self.named > 1 or len(tokens) > len(right.tokens):
             return Verdict.DOUBLED
-        if tokens != right.tokens[: len(tokens)]:
-            longer = len(tokens) > len(right.tokens) or _repeats(tokens, right.tokens)
-            return Verdict.DOUBLED if longer else Verdict.WRONG
-        if self.end is None:
-            if not right.text.startswith(self.text):
-                return Verdict.WRONG
-            if self.cancelled:
-                return Verdict.CANCELLED
-        elif self.code is not grpc.StatusCode.OK and self.text != right.text_after(len(tokens)):
+        if tokens != right.tokens[: len(tokens)] or not right.text.startswith(self.text):
             return Verdict.WRONG
-        if self.code is grpc.StatusCode.OK:
-            if self.end is None:
-                return Verdict.LOST
-            whole = (tokens, self.text, self.end.finish_reason)
-            due = (right.tokens, right.text, right.reason)
-            return Verdict.RIGHT if whole == due else Verdict.WRONG
-        return Verdict.DEADLINE if self._deadline_passed() else Verdict.LOST
+        if self.end is None and self.cancelled:
+            return Verdict.CANCELLED
+        if self.code is not grpc.StatusCode.OK:
+            return Verdict.DEADLINE if self._deadline_passed() else Verdict.LOST
+        if self.end is None:
+            return Verdict.LOST
+        whole = (tokens, self.text, self.end.finish_reason)
+        due = (right.tokens, right.text, right.reason)
+        return Verdict.RIGHT if whole == due else Verdict.WRONG
 
     def _deadline_passed(self) -> bool:
         message = self.ask.message
@@ -118,19 +112,6 @@ class Outcome:
             f"priority {self.ask.message.priority}, "
             f"end: {MessageToJson(self.end, indent=None) if self.end else 'none'}"
         )
-
-
-def _repeats(tokens: tuple[int, ...], right: tuple[int, ...]) -> bool:
-    """Whether leaving out one run of tokens that stood there before makes it right."""
-    pairs = enumerate(zip(tokens, right, strict=False))
-    wrong_at = next(index for index, (got, due) in pairs if got != due)
-    for length in range(1, wrong_at + 1):
-        again = tokens[wrong_at : wrong_at + length]
-        if again == right[wrong_at - length : wrong_at]:
-            rest = tokens[wrong_at + length :]
-            if rest == right[wrong_at : wrong_at + len(rest)]:
-                return True
-    return False
 
 
 async def put(client: AsyncClient, ask: Ask, bound_s: float = ANSWER_S_MAX) -> Outcome:

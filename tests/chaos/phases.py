@@ -1,4 +1,4 @@
-"""One cluster, a load, and strikes on it for some time."""
+"""One cluster, a load, and strikes on it for some time; what that amounts to, in counts."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -17,11 +18,10 @@ from cluster.frontend.target_text import TargetText
 from tests.chaos.answers import Base, fake_bases, real_bases
 from tests.chaos.hosted import HostedCluster, Plan, cluster_config
 from tests.chaos.kills import SERVER_KINDS, Kind, Strike, Striker, draw_strikes
-from tests.chaos.load import Outcome, put
+from tests.chaos.load import GOOD, Outcome, Verdict, longest_silence_s, put
 from tests.chaos.memory import Memory
 from tests.chaos.mix import Mix, draw_prompts, draw_samplings
-from tests.chaos.report import summary
-from tests.cluster.fakes import fake_loader, load_fake_text
+from tests.cluster.fakes import load_fake, load_fake_text
 
 PROMPTS = 48
 REAL_PROMPTS = 24
@@ -61,7 +61,7 @@ def fake_phase(rng: Random, seconds: float, kinds: Sequence[Kind], shards: int =
         frontend={"number": 2},
         scheduler={"steps_per_batch_max": 2},
     )
-    plan = Plan(config, fake_loader(step_s=0.03, prefill_s=0.02), load_fake_text)
+    plan = Plan(config, partial(load_fake, step_s=0.03, prefill_s=0.02), load_fake_text)
     text = load_fake_text(config.replica)
     bases = fake_bases(draw_prompts(rng, text, PROMPTS))
     strikes = draw_strikes(rng, seconds, (3.0, 8.0), kinds)
@@ -174,3 +174,41 @@ def run_all(
             phase = fake_phase(rng, part_s, kinds, shards)
             figures.append(run_phase(phase, rng, part_s, say))
     return figures
+
+
+# --------------------------------------------------------------------------- figures
+
+
+def summary(outcomes: Sequence[Outcome], struck: Counter[Kind], left: str) -> dict[str, Any]:
+    """All figures of one phase; `left` says what was left over at its end, or nothing."""
+    verdicts = Counter(outcome.verdict() for outcome in outcomes)
+    return {
+        "requests": len(outcomes),
+        "tokens": sum(len(outcome.tokens) for outcome in outcomes),
+        "verdicts": {verdict.value: verdicts[verdict] for verdict in Verdict},
+        "recovered": sum(bool(one.end and one.end.recovered) for one in outcomes),
+        "kills": {kind.value: struck[kind] for kind in Kind},
+        "longest_silence_s": longest_silence_s(outcomes),
+        "left_over": left,
+        "slowest": [one.sentence() for one in sorted(outcomes, key=lambda one: -one.total_s)[:5]],
+        "bad": [one.sentence() for one in outcomes if one.verdict() not in GOOD][:20],
+    }
+
+
+def is_clean(figures: dict[str, Any]) -> bool:
+    """Nothing lost, doubled, wrong or left over."""
+    verdicts = figures["verdicts"]
+    bad = [verdict.value for verdict in Verdict if verdict not in GOOD]
+    return not any(verdicts[name] for name in bad) and not figures["left_over"]
+
+
+def sentences(figures: dict[str, Any]) -> str:
+    """For people."""
+    lines = [
+        f"{figures['requests']} requests, {figures['tokens']} tokens: "
+        + ", ".join(f"{count} {name}" for name, count in figures["verdicts"].items()),
+        "kills: " + ", ".join(f"{count} {name}" for name, count in figures["kills"].items()),
+        f"longest silence of a stream: {figures['longest_silence_s']:.2f} s",
+        f"left over at the end: {figures['left_over'] or 'nothing'}",
+    ]
+    return "\n".join([*lines, *figures["bad"]])

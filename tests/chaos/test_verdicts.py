@@ -17,7 +17,7 @@ from tests.chaos.answers import cut, fake_bases
 from tests.chaos.kills import Kind, draw_strikes
 from tests.chaos.load import Ask, Outcome, Verdict
 from tests.chaos.mix import Mix, draw_prompts
-from tests.chaos.report import is_clean, summary
+from tests.chaos.phases import is_clean, summary
 from tests.cluster.fakes import load_fake_text
 
 OK = grpc.StatusCode.OK

@@ -16,9 +16,9 @@ from replicas.config import ReplicaConfig
 from scheduler.messages import Batch, BatchKind, StepResult
 from tests.cluster.fakes import VOCAB, FakeReplica
 
-KILL_IN_PREFILL, KILL_TWICE, HANG_ONCE, POISON = range(VOCAB - 4, VOCAB)
-"""First tokens of prompts that ask for trouble. Killed are the first replica that fills such a row,
-the first two that step it, or all that step it; or the first one that steps it hangs."""
+KILL_IN_PREFILL, HANG_ONCE, POISON = range(VOCAB - 3, VOCAB)
+"""First tokens of prompts that ask for trouble: the first replica that fills such a row is killed,
+the first one that steps it hangs, or all that step it are killed."""
 
 
 class TroubledReplica(FakeReplica):
@@ -35,7 +35,7 @@ class TroubledReplica(FakeReplica):
         if batch.kind is BatchKind.PREFILL:
             fate = {KILL_IN_PREFILL: 1}
         else:
-            fate = {KILL_TWICE: 2, HANG_ONCE: 1, POISON: 100}
+            fate = {HANG_ONCE: 1, POISON: 100}
         for trouble, times in fate.items():
             if trouble in firsts and self._strikes(trouble, times):
                 if trouble == HANG_ONCE:

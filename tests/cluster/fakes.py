@@ -10,7 +10,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -152,11 +152,6 @@ class _Row:
 
 def load_fake(config: ReplicaConfig, step_s: float = 0.0, prefill_s: float = 0.0) -> FakeReplica:
     return FakeReplica(step_s, config.kv_blocks or 2000, prefill_s)
-
-
-def fake_loader(step_s: float, prefill_s: float = 0.0):  # type: ignore[no-untyped-def]
-    """A picklable factory of fakes with the given times."""
-    return partial(load_fake, step_s=step_s, prefill_s=prefill_s)
 
 
 @cache

@@ -1,26 +1,22 @@
-"""Proves that Serve's policy never blocks, never raises, survives pickling, and follows the pool.
+"""Proves that Serve's policy never waits, never raises, survives pickling, and follows the pool.
 
-The pool is played by a function; what Ray does with the policy for real is shown by
+The pools are played; what Ray does with the policy for real is shown by
 tests/integration/failures/test_processes.py.
 """
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Callable
+from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from ray import cloudpickle
-from ray.exceptions import GetTimeoutError
 
-from cluster.autoscaling import PoolPolicy, Pools, serve_autoscaling
+from cluster.autoscaling import PoolPolicy, serve_autoscaling
 from cluster.config_sources import from_args
 from cluster.pool.protocol import PoolView
 from cluster.worker import resources
-from scheduler.messages import ReplicaSpec
 from scheduler.scaling import AutoscalingConfig
 from scheduler.status import PoolStatus
 from tests.cluster.fakes import Clock
@@ -34,12 +30,35 @@ SETTINGS: dict[str, Any] = {
     "idle_s": 60.0,
     "tokens_per_s": 100.0,
 }
-SPEC = ReplicaSpec(kv_blocks=2000, block_size=16, context_len=2048, vocab_size=50)
-BOUND_S = 10.0
 
 
-def policy_of(ask: Callable[[], PoolStatus], clock: Callable[[], float]) -> PoolPolicy:
-    return PoolPolicy(["pool"], SETTINGS, rows_max=8, ask=lambda: [ask()], clock=clock)
+class Pools:
+    """What Ray knows of the actors of shards; `says` is what each answers, in this order."""
+
+    def __init__(self, *says: Any) -> None:
+        self.says = [*says]
+        """None: it hangs; an error: it fails."""
+        self.found: list[str] = []
+        self.asked_s: list[float] = []
+        self.clock = Clock()
+
+    def get_actor(self, name: str, namespace: str) -> Any:
+        self.found.append(name)
+        return SimpleNamespace(status=SimpleNamespace(remote=lambda: self._ask(int(name))))
+
+    def _ask(self, shard: int) -> Any:
+        answer: Future[PoolView] = Future()
+        self.asked_s.append(self.clock.now_s)
+        if isinstance(status := self.says[shard], Exception):
+            answer.set_exception(status)
+        elif status is not None:
+            answer.set_result(PoolView("", 1.0, status))
+        return SimpleNamespace(future=lambda: answer)
+
+    def policy(self, monkeypatch: pytest.MonkeyPatch) -> PoolPolicy:
+        monkeypatch.setattr("cluster.autoscaling.ray", self)
+        names = [str(shard) for shard in range(len(self.says))]
+        return PoolPolicy(names, SETTINGS, rows_max=8, clock=self.clock)
 
 
 def decide(policy: PoolPolicy, target: int) -> int:
@@ -50,102 +69,47 @@ def decide(policy: PoolPolicy, target: int) -> int:
 
 
 def settle(policy: PoolPolicy, target: int) -> int:
-    """Ask until the answer that is under way has been taken into account."""
-    decide(policy, target)
-    answer = policy.answer
-    assert answer is not None, "the pool was not asked"
-    answer.exception(BOUND_S)
-    return decide(policy, target)
+    """Give up what is late, ask, and take what was answered into account."""
+    for _ in range(3):
+        target = decide(policy, target)
+    return target
 
 
 def pool_of(tokens: int, waiting: int = 0) -> PoolStatus:
     return PoolStatus(waiting, waiting, (), {}, outstanding_tokens=tokens)
 
 
-def test_the_number_follows_what_the_pool_says() -> None:
-    clock = Clock()
-    says = pool_of(0)
-    policy = policy_of(lambda: says, clock)
+def test_the_number_follows_what_all_shards_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    pools = Pools(None, pool_of(0))
+    policy = pools.policy(monkeypatch)
     target = 0
     seen = []
     for now_s, tokens in [(0, 0), (1, 5), (2, 2500), (3, 2500), (4, 0), (23, 0), (24, 0), (90, 0)]:
-        clock.now_s = float(now_s)
-        says = pool_of(tokens, waiting=min(tokens, 1))
+        pools.clock.now_s = float(now_s)
+        pools.says[0] = pool_of(tokens, waiting=min(tokens, 1))
         target = settle(policy, target)
         seen.append(target)
     assert seen == [0, 1, 1, 3, 3, 3, 2, 1]
+    assert pools.found == ["0", "1"], "once"
 
 
-def test_a_pool_that_hangs_holds_up_nobody_and_its_thread_ends_with_the_policy() -> None:
-    before = set(threading.enumerate())
-    gate, answered = threading.Event(), threading.Event()
-
-    def hang() -> PoolStatus:
-        gate.wait(60)
-        answered.set()
-        return pool_of(10_000, waiting=5)
-
-    policy = policy_of(hang, time.monotonic)
-    try:
-        assert {decide(policy, 2) for _ in range(100)} == {2}
-        assert not answered.is_set(), "it was waited for"
-        [thread] = set(threading.enumerate()) - before
-    finally:
-        gate.set()
-    del policy
-    thread.join(BOUND_S)
-    assert not thread.is_alive()
-
-
-def test_nothing_is_removed_for_what_cannot_be_seen() -> None:
+def test_nothing_is_removed_for_what_cannot_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Idle before and after, and nobody knows what was between: no answer, or one that makes no
-    sense. It is asked once a look."""
-    clock = Clock()
-    asked = []
-
-    def ask() -> Any:
-        asked.append(clock.now_s)
-        if clock.now_s == 30:
-            return None
-        if 10 <= clock.now_s <= 210:
-            raise ValueError("no answer")
-        return pool_of(0)
-
-    policy = policy_of(ask, clock)
+    sense. It is asked once a look, and looked for again where it does not answer."""
+    pools = Pools(None)
+    policy = pools.policy(monkeypatch)
+    gone: Any = ValueError("the actor died")
+    odd: Any = "no status"
+    unseen = {10: gone, 30: odd, 200: None, 210: gone}
     seen = []
-    for now_s in (0, 10, 30, 200, 210, 211, 229, 231):
-        clock.now_s = float(now_s)
+    looks = [0, 10, 30, 200, 210, 211, 229, 231]
+    for now_s in looks:
+        pools.clock.now_s = float(now_s)
+        pools.says[0] = unseen.get(now_s, pool_of(0))
         seen.append(settle(policy, 3))
-        decide(policy, 3)
     assert seen == [3, 3, 3, 3, 3, 3, 3, 2]
-    assert asked == [0, 10, 30, 200, 210, 211, 229, 231]
-
-
-def test_all_shards_are_seen_or_none_and_looked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    tokens: dict[str, int | None] = {"a": 10, "b": 20}
-    found: list[str] = []
-
-    def get_actor(name: str, namespace: str) -> Any:
-        found.append(name)
-        return SimpleNamespace(status=SimpleNamespace(remote=lambda: name))
-
-    def get(asked: list[str], timeout: float) -> list[PoolView]:
-        if None in tokens.values():
-            raise GetTimeoutError
-        return [PoolView(name, 1.0, pool_of(tokens[name] or 0)) for name in asked]
-
-    ray = SimpleNamespace(get_actor=get_actor, get=get)
-    monkeypatch.setattr("cluster.autoscaling.ray", ray)
-    pools = Pools(["a", "b"])
-    for _ in range(2):
-        assert [one.outstanding_tokens for one in pools()] == [10, 20]
-    assert found == ["a", "b"]
-    tokens["b"] = None
-    with pytest.raises(GetTimeoutError):
-        pools()
-    tokens["b"] = 5
-    assert [one.outstanding_tokens for one in pools()] == [10, 5]
-    assert found == ["a", "b"] * 2
+    assert pools.asked_s == looks
+    assert len(pools.found) == 4
 
 
 def test_the_policy_reaches_the_controller_by_pickle_and_kwargs() -> None:

@@ -83,6 +83,7 @@ def test_settings_that_cannot_share_a_pool_name_different_ones() -> None:
     ]
     names = [from_args(args).pool_name for args in settings]
     assert len(set(names)) == len(names)
+    assert from_args({}).pool_names == (names[0],)
     same = {"draft": None, "grpc_port": 9001, "autoscaling": {"max_replicas": 4}}
     assert from_args(same).pool_name == names[0]
 

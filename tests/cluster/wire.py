@@ -52,6 +52,8 @@ class Wire:
         self.flows = asyncio.Event()
         """While it is not set, nothing arrives on streams that are opened meanwhile."""
         self.flows.set()
+        self.half_dead = False
+        """Whether the pool lets every peer in, and ends every stream at once."""
         self.streams: list[tuple[StreamKind, str]] = []
         """Those that were opened."""
         self._ends: set[Callable[[], None]] = set()
@@ -112,6 +114,9 @@ class Wire:
             there.end()
             back.end()
 
+        if self.half_dead:
+            end()
+            return Stream(kind.called, back.read, there.write, end)
         self._ends.add(end)
         serve = {WORKER: self.actor.serve_worker, FRONTEND: self.actor.serve_frontend}[kind]
         called = Stream(kind.calling, there.read, back.write)

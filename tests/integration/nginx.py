@@ -55,12 +55,11 @@ def run_nginx(root: Path, behind: Behind, replaced: dict[str, str]) -> Iterator[
     shutil.copytree(SHIPPED, root, dirs_exist_ok=True)
     certs = root / "certs"
     certs.mkdir()
-    authority = Authority(root / "authority", "test authority")
-    clients = Authority(root / "clients", "test clients")
+    authority = Authority(root / "authority")
     shutil.copy(authority.certificate, root / "ca.crt")
-    authority.issue("localhost", certs / "server.crt", certs / "server.key")
-    shutil.copy(clients.certificate, certs / "clients.crt")
-    clients.issue("somebody", root / "client.crt", root / "client.key")
+    shutil.copy(authority.certificate, certs / "clients.crt")
+    authority.issue("localhost", certs / "server")
+    authority.issue("somebody", root / "client")
     text = (root / "nginx.conf").read_text()
     for old, new in {
         "listen 9443 ": f"listen 127.0.0.1:{port} ",
@@ -133,7 +132,6 @@ class Behind:
     """The servers behind the terminator."""
 
     servicer: Server
-    server: grpc.Server
     grpc_port: int
     http_port: int
 
@@ -149,7 +147,7 @@ def serve_behind() -> Iterator[Behind]:
     server.start()
     web = http.server.ThreadingHTTPServer(("127.0.0.1", 0), JsonHandler)
     threading.Thread(target=web.serve_forever, daemon=True).start()
-    yield Behind(servicer, server, grpc_port, web.server_port)
+    yield Behind(servicer, grpc_port, web.server_port)
     web.shutdown()
     server.stop(None)
 
@@ -160,17 +158,18 @@ def serve_behind() -> Iterator[Behind]:
 class Authority:
     """Signs certificates with openssl, as `deploy/tls/README.md` says it; its own is `ca.crt`."""
 
-    def __init__(self, folder: Path, name: str) -> None:
+    def __init__(self, folder: Path) -> None:
         self.certificate = folder / "ca.crt"
         self._folder = folder
         folder.mkdir()
         _openssl(
-            *("req", "-x509", *_KEY, "-subj", f"/CN={name}"),
+            *("req", "-x509", *_KEY, "-subj", "/CN=test authority"),
             *("-keyout", folder / "ca.key", "-out", self.certificate),
         )
 
-    def issue(self, name: str, certificate: Path, key: Path) -> tuple[Path, Path]:
-        """(certificate, key) of a server at localhost, or of a client."""
+    def issue(self, name: str, stem: Path) -> tuple[Path, Path]:
+        """(certificate, key) of a server at localhost, or of a client: two files of this stem."""
+        certificate, key = stem.with_suffix(".crt"), stem.with_suffix(".key")
         request, names = self._folder / "request", self._folder / "names"
         names.write_text("subjectAltName=DNS:localhost,IP:127.0.0.1")
         _openssl("req", *_KEY, "-subj", f"/CN={name}", "-keyout", key, "-out", request)

@@ -14,11 +14,11 @@ from typing import Any
 
 import grpc
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
     ProtoReflectionDescriptorDatabase,
 )
 
+from cluster.client import Client
 from protos import lockstep_pb2 as pb, lockstep_pb2_grpc
 from tests.chaos.hosted import HostedCluster
 from tests.integration.conftest import Keyed, other_address
@@ -34,16 +34,30 @@ def bearer(key: str) -> Metadata:
     return [("authorization", f"Bearer {key}")]
 
 
-def refusals(target: str, request: pb.GenerateRequest, metadata: Metadata) -> list[grpc.Call]:
-    """How Generate and GenerateStream refuse the request."""
+def refusals(target: str, metadata: Metadata, status: bool = False) -> list[grpc.Call]:
+    """How Generate and GenerateStream refuse a request, and `status` this caller."""
     errors: list[grpc.Call] = []
     with grpc.insecure_channel(target) as channel:
         stub = lockstep_pb2_grpc.LockstepStub(channel)
-        for call in (stub.Generate, lambda *a, **o: list(stub.GenerateStream(*a, **o))):
+        calls = [(stub.Generate, REQUEST), (stub.GenerateStream, REQUEST)]
+        calls += [(stub.Status, pb.StatusRequest())] * status
+        for call, request in calls:
             with pytest.raises(grpc.RpcError) as caught:
-                call(request, metadata=metadata, timeout=CALL_S)
+                list(call(request, metadata=metadata, timeout=CALL_S))
             errors.append(caught.value)
     return errors
+
+
+def closed(target: str, metadata: Metadata, why: str) -> None:
+    """Whoever calls so is not known, to Status neither; health and reflection are open to all."""
+    for error in refusals(target, metadata, status=True):
+        assert error.code() is grpc.StatusCode.UNAUTHENTICATED
+        assert why in error.details()
+        assert not any(said in error.details() for _, said in metadata)
+    with Client(target) as client:
+        assert client.ready()
+    with grpc.insecure_channel(target) as channel:
+        assert "lockstep.v1.Lockstep" in ProtoReflectionDescriptorDatabase(channel).get_services()
 
 
 def tokens(target: str, metadata: Metadata, request: pb.GenerateRequest = REQUEST) -> list[int]:
@@ -70,22 +84,12 @@ def test_without_keys_no_other_machine_is_served(cluster: HostedCluster) -> None
     address = other_address()
     if address is None:
         pytest.skip("this machine has no address but loopback")
-    target = f"{address}:{cluster.config.server.grpc_port}"
-    for error in refusals(target, REQUEST, []):
-        assert error.code() is grpc.StatusCode.UNAUTHENTICATED
-        assert "lockstep keys add" in error.details()
-    with grpc.insecure_channel(target) as channel:
-        with pytest.raises(grpc.RpcError) as caught:
-            lockstep_pb2_grpc.LockstepStub(channel).Status(pb.StatusRequest(), timeout=CALL_S)
-        assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
-        health = health_pb2_grpc.HealthStub(channel)
-        answer = health.Check(health_pb2.HealthCheckRequest(), timeout=CALL_S)
-        assert answer.status == answer.SERVING
+    closed(f"{address}:{cluster.config.server.grpc_port}", [], "lockstep keys add")
 
 
 def test_without_keys_who_passes_on_a_call_is_not_this_machine(cluster: HostedCluster) -> None:
     for name in ("x-forwarded-for", "forwarded", "x-real-ip"):
-        for error in refusals(cluster.address, REQUEST, [(name, "127.0.0.1")]):
+        for error in refusals(cluster.address, [(name, "127.0.0.1")]):
             assert error.code() is grpc.StatusCode.UNAUTHENTICATED
     model = cluster.config.replica.target
     body = json.dumps({"model": model, "prompt": "x", "max_tokens": 1}).encode()
@@ -121,24 +125,9 @@ def test_who_has_a_key_is_served_from_anywhere_and_nobody_else_is(keyed: Keyed) 
     assert len(tokens(keyed.target, bearer(keyed.alice))) == 8
     for metadata in ([], bearer("lsk_nonsense"), [("authorization", keyed.alice)]):
         for target in (keyed.target, f"localhost:{keyed.grpc_port}"):
-            for error in refusals(target, REQUEST, metadata):
-                assert error.code() is grpc.StatusCode.UNAUTHENTICATED
-                assert error.details().startswith("authorization: ")
-                assert keyed.alice not in error.details()
-
-
-def test_status_needs_a_key_health_and_reflection_do_not(keyed: Keyed) -> None:
-    with grpc.insecure_channel(keyed.target) as channel:
-        stub = lockstep_pb2_grpc.LockstepStub(channel)
-        with pytest.raises(grpc.RpcError) as caught:
-            stub.Status(pb.StatusRequest(), timeout=CALL_S)
-        assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
-        status = stub.Status(pb.StatusRequest(), metadata=bearer(keyed.alice), timeout=CALL_S)
-        assert status.ready
-        health = health_pb2_grpc.HealthStub(channel)
-        answer = health.Check(health_pb2.HealthCheckRequest(), timeout=CALL_S)
-        assert answer.status == answer.SERVING
-        assert "lockstep.v1.Lockstep" in ProtoReflectionDescriptorDatabase(channel).get_services()
+            closed(target, metadata, "authorization: ")
+    with Client(keyed.target, keyed.alice) as client:
+        assert client.status().ready
     for path in ("healthz", "readyz"):
         with urllib.request.urlopen(f"{keyed.http}/{path}", timeout=CALL_S) as page:
             assert page.status == 200
@@ -148,7 +137,7 @@ def test_a_used_up_rate_tells_when_to_come_back_over_grpc_and_http(keyed: Keyed)
     over = pb.GenerateRequest(prompt="x", max_new_tokens=200, ignore_eos=True)
     # Larger than the whole bucket: since that is full it passes, and leaves a debt of minutes.
     assert len(tokens(keyed.target, bearer(keyed.dave), over)) == 200
-    for error in refusals(keyed.target, REQUEST, bearer(keyed.dave)):
+    for error in refusals(keyed.target, bearer(keyed.dave)):
         assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert "dave" in error.details()
         assert 100 < retry_after_s(error) < 300

@@ -105,12 +105,10 @@ def test_right_certificates_are_served(
 def test_all_others_are_refused(
     open_to_all: Terminator, closed: Terminator, tmp_path: Path, script: Script
 ) -> None:
-    other = Tls(Authority(tmp_path / "other", "somebody else").certificate)
-    forged = Authority(tmp_path / "forged", "test clients").issue(
-        "somebody", tmp_path / "client.crt", tmp_path / "client.key"
-    )
+    other = Authority(tmp_path / "other")
+    forged = other.issue("somebody", tmp_path / "client")
     rows = [
-        (open_to_all, other, StatusCode.UNAVAILABLE),
+        (open_to_all, Tls(other.certificate), StatusCode.UNAVAILABLE),
         (open_to_all, None, StatusCode.UNAVAILABLE),
         (closed, None, StatusCode.UNAVAILABLE),
         (closed, closed.anonymous, StatusCode.UNAUTHENTICATED),
@@ -140,46 +138,45 @@ def test_the_key_goes_on_and_an_address_that_the_client_cannot_forge(
         assert seen["x-real-ip"] == seen["x-forwarded-for"] == "127.0.0.1"
 
 
+def over_http(
+    terminator: Terminator, path: str, body: bytes | None = None, known: bool = False
+) -> Any:
+    """The answer, to be read. Raises HTTPError."""
+    context = ssl.create_default_context(cafile=str(terminator.files / "ca.crt"))
+    if known:
+        context.load_cert_chain(terminator.files / "client.crt", terminator.files / "client.key")
+    headers = {"authorization": "Bearer secret", "content-type": "application/json"}
+    request = urllib.request.Request(f"https://{terminator.address}{path}", body, headers)
+    return urllib.request.urlopen(request, context=context, timeout=2 * WAIT_S)
+
+
 def test_http_routes_pass_and_others_do_not(open_to_all: Terminator) -> None:
-    context = ssl.create_default_context(cafile=str(open_to_all.files / "ca.crt"))
-    base = f"https://{open_to_all.address}"
-
-    def ask(path: str, body: bytes | None = None) -> dict[str, Any]:
-        headers = {"authorization": "Bearer secret", "content-type": "application/json"}
-        request = urllib.request.Request(base + path, body, headers)
-        with urllib.request.urlopen(request, context=context, timeout=WAIT_S) as answer:
-            read: dict[str, Any] = json.load(answer)
-            return read
-
     for path in ("/healthz", "/readyz"):
-        assert ask(path)["path"] == path
-    answer = ask("/v1/completions", b'{"prompt": "x"}')
-    assert answer["body"] == '{"prompt": "x"}'
-    assert answer["headers"]["authorization"] == "Bearer secret"
-    assert answer["headers"]["x-real-ip"] == "127.0.0.1"
+        with over_http(open_to_all, path) as answer:
+            assert json.load(answer)["path"] == path
+    with over_http(open_to_all, "/v1/completions", b'{"prompt": "x"}') as answer:
+        seen = json.load(answer)
+    assert seen["body"] == '{"prompt": "x"}'
+    assert seen["headers"]["authorization"] == "Bearer secret"
+    assert seen["headers"]["x-real-ip"] == "127.0.0.1"
     with pytest.raises(urllib.error.HTTPError) as caught:
-        ask("/-/routes")
+        over_http(open_to_all, "/-/routes")
     assert caught.value.code == 404
 
 
 def test_an_http_stream_passes_as_it_comes(open_to_all: Terminator) -> None:
-    context = ssl.create_default_context(cafile=str(open_to_all.files / "ca.crt"))
     READ.clear()
-    url = f"https://{open_to_all.address}/v1/chat/completions"
-    with urllib.request.urlopen(url, b"{}", context=context, timeout=2 * WAIT_S) as answer:
+    with over_http(open_to_all, "/v1/chat/completions", b"{}") as answer:
         assert answer.readline() == b"first\n"
         READ.set()
         assert answer.readline() == b"second\n"
 
 
 def test_the_closed_variant_wants_certificates_over_http_too(closed: Terminator) -> None:
-    context = ssl.create_default_context(cafile=str(closed.files / "ca.crt"))
-    url = f"https://{closed.address}/healthz"
     with pytest.raises(urllib.error.HTTPError) as caught:
-        urllib.request.urlopen(url, context=context, timeout=WAIT_S)
+        over_http(closed, "/healthz")
     assert caught.value.code == 401
-    context.load_cert_chain(closed.files / "client.crt", closed.files / "client.key")
-    with urllib.request.urlopen(url, context=context, timeout=WAIT_S) as answer:
+    with over_http(closed, "/healthz", known=True) as answer:
         assert answer.status == 200
 
 

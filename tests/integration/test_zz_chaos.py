@@ -10,8 +10,7 @@ from __future__ import annotations
 import pytest
 
 from tests.chaos.kills import Kind
-from tests.chaos.phases import run_all
-from tests.chaos.report import is_clean, sentences
+from tests.chaos.phases import is_clean, run_all, sentences
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 

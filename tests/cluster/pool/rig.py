@@ -10,14 +10,11 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
-import grpc
-
 from cluster.config import ClusterConfig
 from cluster.config_sources import from_args
 from cluster.pool.in_flight import InFlightRequest
 from cluster.pool.session import PoolSession
 from cluster.pool.shard_router import ShardRouter
-from cluster.transport.stream import Stream, StreamKind
 from cluster.worker.worker import Worker
 from scheduler.messages import FinishReason, Request
 from tests.cluster.fakes import FakeReplica, perfect
@@ -157,23 +154,3 @@ async def check(lives: list[InFlightRequest]) -> None:
         assert live.finish is not None, (live.reject, live.unreachable)
         assert live.finish.reason is FinishReason.LENGTH
         assert live.tokens == perfect(live.request.prompt, live.request.max_new_tokens)
-
-
-def half_dead(wire: Wire) -> Callable[[], int]:
-    """From now on the pool lets every peer in, and ends every stream at once; returns a count."""
-    calls = 0
-
-    async def connect(kind: StreamKind, _name: str) -> Stream:
-        nonlocal calls
-        calls += 1
-        if calls > 500:
-            raise RuntimeError("called again and again without a pause")
-
-        async def eof() -> Any:
-            return grpc.aio.EOF
-
-        return Stream(kind.called, eof, asyncio.sleep)
-
-    wire.connect = connect  # type: ignore[method-assign]
-    wire.break_streams()
-    return lambda: calls

@@ -1,5 +1,7 @@
 """Proves: through lost calls, lost replies, dying replicas and a restarting pool, every request
-ends exactly once with the tokens of a perfect world, and nothing stays behind.
+ends exactly once with the tokens of a perfect world, and nothing stays behind. A broken invariant
+ends the pool once, with a last line that names the event and no token; one request that breaks it
+fails alone after three times.
 
 Pool actor, workers and session run in one event loop, without Ray.
 """
@@ -7,15 +9,17 @@ Pool actor, workers and session run in one event loop, without Ray.
 from __future__ import annotations
 
 import asyncio
+import logging
 
 import pytest
 
 from cluster.pool.actor import PoolActor
 from cluster.pool.in_flight import InFlightRequest
 from cluster.pool.protocol import FRONTEND, WORKER
-from scheduler.messages import Action, Event, FinishReason, ReplicaLost
-from tests.cluster.fakes import Clock, FakeReplica
-from tests.cluster.pool.rig import CONFIG, check, half_dead, prompts, shards, with_pool
+from scheduler.messages import Action, Event, FinishReason, ReplicaLost, StepDone, Submit
+from scheduler.scheduler import Scheduler
+from tests.cluster.fakes import Clock, FakeReplica, perfect
+from tests.cluster.pool.rig import CONFIG, check, prompts, shards, with_pool
 from tests.cluster.wire import Wire, until
 
 
@@ -176,14 +180,15 @@ async def test_a_pool_that_only_says_it_lives_is_asked_with_pauses_and_deadlines
 ) -> None:
     monkeypatch.setattr("cluster.pool.session._OVERDUE_S", 0.1)
     async with shards(0) as w:
-        calls = half_dead(w.wire)
+        w.wire.half_dead = True
+        w.wire.break_streams()
         live = w.submit([5, 6], 10, timeout_s=0.2)
         await live.ended.wait()
         assert live.finish.reason is FinishReason.DEADLINE
-        assert calls() > 1
+        assert 2 < len(w.wire.streams) < 100, "asked again, and with pauses"
         w.session.check()
         # Once it answers again, all is well.
-        del w.wire.connect
+        w.wire.half_dead = False
         await w.add_replica()
         later = w.submit([5, 6], 10)
         await check([later])
@@ -192,10 +197,9 @@ async def test_a_pool_that_only_says_it_lives_is_asked_with_pauses_and_deadlines
 @pytest.mark.parametrize("lives", [False, True])
 async def test_a_pool_that_answers_nothing_ends_requests_as_unreachable(lives: bool) -> None:
     async with shards(0, config=with_pool(CONFIG, unreachable_s=0.3)) as w:
-        if lives:
-            half_dead(w.wire)
-        else:
-            w.wire.loss = 1.0
+        w.wire.half_dead = lives
+        w.wire.loss = 0.0 if lives else 1.0
+        w.wire.break_streams()
         live = w.submit([5, 6], 10)
         await live.ended.wait()
         assert live.unreachable
@@ -209,3 +213,59 @@ async def test_an_idle_pool_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     async with asyncio.timeout(100):
         while not left:
             await asyncio.sleep(0.01)
+
+
+# --------------------------------------------------------------------------- a broken invariant
+
+POISON = 313
+
+
+def breaks_at_its_submit(event: Event, _live: list[str]) -> bool:
+    return isinstance(event, Submit) and POISON in event.request.prompt
+
+
+def breaks_at_its_results(event: Event, live: list[str]) -> bool:
+    return isinstance(event, StepDone) and any(
+        row.sequence_id in live and row.tokens for row in event.result.rows
+    )
+
+
+@pytest.mark.parametrize(
+    ("breaks", "kind"), [(breaks_at_its_submit, Submit), (breaks_at_its_results, StepDone)]
+)
+async def test_a_request_that_ends_the_pool_fails_alone_after_three_times(
+    breaks: object, kind: type, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    step = Scheduler.step
+    poisoned: list[str] = []
+
+    def planted(self: Scheduler, event: Event, now_s: float) -> object:
+        if isinstance(event, Submit) and POISON in event.request.prompt:
+            poisoned.append(event.request.id)
+        assert not breaks(event, poisoned), f"tokens {POISON}"  # type: ignore[operator]
+        return step(self, event, now_s)
+
+    monkeypatch.setattr(Scheduler, "step", planted)
+    caplog.set_level(logging.CRITICAL, "lockstep.pool")
+    ends = 0
+
+    def abort() -> None:
+        nonlocal ends
+        ends += 1
+        made.wire.restart()
+
+    async with shards(2, abort=abort) as made:
+        asked = prompts(8)
+        lives = [made.submit(prompt, 40) for prompt in asked]
+        guilty = made.submit([5, POISON, 6], 40)
+        for live in (*lives, guilty):
+            await live.ended.wait()
+        assert guilty.finish.reason is FinishReason.FAILED
+        for prompt, live in zip(asked, lives, strict=True):
+            assert live.tokens == perfect(prompt, 40)
+        assert ends == 3
+    last = [record.getMessage() for record in caplog.records]
+    assert len(last) == 3
+    for line, name in zip(last, poisoned, strict=False):
+        assert f" in {kind.__name__} of {name}" in line
+        assert str(POISON) not in line.replace(name, "")

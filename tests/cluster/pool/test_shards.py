@@ -1,5 +1,6 @@
 """Proves: with several pools each request is served by one that can, whole and with the right
-tokens, though replicas change sides and pools die, and all pools together look like one.
+tokens, though replicas change sides and pools die, and all pools together look like one. Without
+room for it, or a replica that is large enough, it is refused, with when to come back or its field.
 
 Pools, replicas and session run in one event loop, without Ray.
 """
@@ -7,6 +8,8 @@ Pools, replicas and session run in one event loop, without Ray.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
 
@@ -15,19 +18,27 @@ from cluster.frontend.grpc_api.status import to_status
 from cluster.pool import shard_router
 from cluster.pool.protocol import PoolUnreachable, PoolView
 from scheduler.errors import InvalidRequest
-from scheduler.messages import FinishReason, Request
+from scheduler.messages import FinishReason, RejectCode, Request
 from tests.cluster.fakes import FakeReplica
-from tests.cluster.pool.rig import (
-    CONFIG,
-    MOVE_S,
-    PROMPTS,
-    TIMEOUT_S,
-    Stuck,
-    check,
-    half_dead,
-    shards,
-)
+from tests.cluster.pool.rig import CONFIG, MOVE_S, PROMPTS, TIMEOUT_S, Cluster, Stuck, check, shards
 from tests.cluster.wire import until
+
+SMALL_BLOCKS = 4
+HELD = SMALL_BLOCKS * 16
+"""Tokens of content that a small replica holds."""
+LONG = 200
+"""New tokens that only a large one has blocks for."""
+
+
+@asynccontextmanager
+async def unlike(*blocks: list[int]) -> AsyncIterator[Cluster]:
+    """With replicas of so many KV blocks in each shard."""
+    async with shards(0, 0) as s:
+        for shard, sizes in enumerate(blocks):
+            for kv_blocks in sizes:
+                await s.add_replica(shard, kv_blocks=kv_blocks)
+        await s.until_serving(*map(len, blocks))
+        yield s
 
 
 async def test_requests_are_shared_by_replicas_and_answered_right() -> None:
@@ -99,10 +110,9 @@ async def test_requests_leave_a_pool_that_does_not_answer(says_it_lives: bool) -
     async with shards(1, 1) as s:
         lives = [s.submit(prompt, 150) for prompt in PROMPTS]
         await asyncio.sleep(0.05)
-        if says_it_lives:
-            half_dead(s.wires[0])
-        else:
-            s.wires[0].loss = 1.0
+        s.wires[0].half_dead = says_it_lives
+        s.wires[0].loss = 0.0 if says_it_lives else 1.0
+        s.wires[0].break_streams()
         await until(lambda: not s.router.sessions[0].load.answers)
         # New ones go past it at once, before anybody has given it up.
         assert {live.shard for live in lives} == {0, 1}
@@ -131,22 +141,6 @@ async def test_a_cancel_finds_its_request_after_a_move() -> None:
         assert s.live()[1] == 0
 
 
-async def test_all_shards_look_like_one_pool() -> None:
-    async with shards(1, 2) as s:
-        lives = [s.submit(prompt, 20) for prompt in PROMPTS]
-        await check(lives)
-        status = to_status(await s.router.status())
-        assert len(status.replicas) == 3
-        assert status.requests_finished == len(PROMPTS)
-        assert [(shard.name, shard.serving) for shard in status.shards] == [
-            *zip(s.config.pool_names, (1, 2), strict=True)
-        ]
-        assert not any(shard.silent for shard in status.shards)
-        assert {shard.incarnation for shard in status.shards} == {
-            (await wire.status()).incarnation for wire in s.wires
-        }
-
-
 async def test_one_shard_that_stops_stops_the_server() -> None:
     async with shards(1, 1) as s:
         await s.wires[1].actor.stop_accepting(60.0)
@@ -156,13 +150,6 @@ async def test_one_shard_that_stops_stops_the_server() -> None:
         assert s.router.stopping.is_set()
         await s.wires[1].actor.stop_accepting(0.0)
         await until(lambda: not s.router.stopping.is_set())
-
-
-def test_shards_have_names_of_their_own_and_one_has_the_pools() -> None:
-    one, three = from_args({}), from_args({"pool": {"shards": 3}})
-    assert one.pool_names == (one.pool_name,)
-    assert three.pool_names == tuple(f"{three.pool_name}-{n}" for n in range(3))
-    assert one.pool_name != three.pool_name
 
 
 async def test_deaths_of_replicas_are_counted_over_all_shards() -> None:
@@ -188,11 +175,9 @@ async def test_deaths_of_replicas_are_counted_over_all_shards() -> None:
             one.let_go.set()
 
 
-async def test_a_shard_that_hangs_is_named_and_a_fault_is_no_silence(
+async def test_all_shards_look_like_one_pool_but_for_those_that_hang(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(shard_router, "_STATUS_S", 0.05)
-
     async def hangs() -> PoolView:
         await asyncio.Event().wait()
         raise AssertionError
@@ -201,13 +186,23 @@ async def test_a_shard_that_hangs_is_named_and_a_fault_is_no_silence(
         raise ValueError("a fault")
 
     async with shards(1, 2) as s:
+        await check([s.submit(prompt, 20) for prompt in PROMPTS])
+        first, second = s.config.pool_names
+        assert first != second
+        status = to_status(await s.router.status())
+        assert status.requests_finished == len(PROMPTS)
+        assert len(status.replicas) == 3
+        assert [(one.name, one.serving) for one in status.shards] == [(first, 1), (second, 2)]
+        assert [one.incarnation for one in status.shards] == [
+            (await wire.status()).incarnation for wire in s.wires
+        ]
+        monkeypatch.setattr(shard_router, "_STATUS_S", 0.05)
         monkeypatch.setattr(s.wires[0], "status", hangs)
         view = await s.router.status()
-        assert view.silent == s.config.pool_names[:1]
-        assert [shard.name for shard in view.shards] == [*s.config.pool_names[1:]]
-        assert len(view.status.replicas) == 2
+        assert (view.silent, [one.name for one in view.shards]) == ((first,), [second])
         status = to_status(view)
-        assert [shard.name for shard in status.shards if shard.silent] == [*view.silent]
+        assert len(status.replicas) == 2
+        assert [one.name for one in status.shards if one.silent] == [first]
         assert status.ready
         assert s.router.ready
         monkeypatch.setattr(s.wires[1], "status", hangs)
@@ -216,3 +211,71 @@ async def test_a_shard_that_hangs_is_named_and_a_fault_is_no_silence(
         monkeypatch.setattr(s.wires[1], "status", faulty)
         with pytest.raises(ValueError, match="a fault"):
             await s.router.status()
+
+
+# --------------------------------------------------------------------------- refusals
+
+
+async def test_a_full_queue_refuses_what_comes_and_nothing_that_it_has() -> None:
+    settings = {**CONFIG.model_dump(), "scheduler": {"rows_max": 4, "waiting_requests_max": 3}}
+    async with shards(0, 0, config=from_args(settings)) as s:
+        lives = [s.submit(prompt, 20) for prompt in PROMPTS[:6]]
+        await until(lambda: s.live() == [3, 3])
+        late = s.submit(PROMPTS[6], 20)
+        await late.ended.wait()
+        assert late.reject.code is RejectCode.OVERLOADED
+        assert late.reject.retry_after_s > 0
+        for shard in (0, 1):
+            await s.add_replica(shard)
+        await check(lives)
+        assert not any(live.recovered for live in lives)
+        await until(lambda: not any(one.load.outstanding_tokens for one in s.router.sessions))
+
+
+async def test_what_a_shard_cannot_hold_goes_where_it_fits() -> None:
+    async with unlike([SMALL_BLOCKS] * 3, [2000]) as s:
+        longs = [s.submit(prompt, LONG) for prompt in PROMPTS]
+        assert {live.shard for live in longs} == {1}, "though the other one is idle"
+        exact = s.submit(PROMPTS[0], HELD - len(PROMPTS[0]))
+        beyond = s.submit(PROMPTS[0], HELD - len(PROMPTS[0]) + 1)
+        assert (exact.shard, beyond.shard) == (0, 1)
+        await check(longs)
+        assert all(not live.recovered for live in longs), "nowhere else before"
+        await check([exact])
+        await check([beyond])
+
+
+async def test_what_no_replica_holds_is_refused_with_its_field() -> None:
+    async with unlike([SMALL_BLOCKS], [SMALL_BLOCKS]) as s:
+        lives = [s.submit(prompt, LONG) for prompt in PROMPTS]
+        for live in lives:
+            await live.ended.wait()
+            assert (live.reject.code, live.reject.field) == (
+                RejectCode.INVALID,
+                "max_new_tokens",
+            )
+        assert s.live() == [0, 0]
+
+
+@pytest.mark.parametrize("elsewhere_first", [False, True])
+async def test_requests_follow_the_last_large_replica(
+    elsewhere_first: bool,
+) -> None:
+    """A shard that serves all else is no place to wait in, be the large one elsewhere there already
+    or still to come."""
+    async with unlike([SMALL_BLOCKS, 2000], [2000] if elsewhere_first else []) as s:
+        longs = [s.submit(prompt, LONG) for prompt in PROMPTS]
+        here = [live for live in longs if live.shard == 0]
+        await until(lambda: any(live.tokens for live in here))
+        s.workers[1].end()
+        if not elsewhere_first:
+            await until(lambda: s.router.sessions[0].load.length_max == HELD)
+            await asyncio.sleep(3 * MOVE_S)
+            assert {live.shard for live in here} == {0}, "nowhere to go yet"
+            short = s.submit(PROMPTS[0], 20)
+            await check([short])
+            await s.add_replica(1)
+        await check(longs)
+        assert {live.shard for live in here} == {1}
+        assert all(live.recovered for live in here)
+        await until(lambda: s.live() == [0, 0])

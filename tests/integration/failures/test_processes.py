@@ -23,19 +23,10 @@ from cluster.client import NO_RETRY, Client, RetryPolicy
 from cluster.config import ClusterConfig
 from cluster.pool import ray_pool
 from protos import lockstep_pb2 as pb
-from replicas.config import ReplicaConfig
 from scheduler.messages import Action, Event, Submit
-from tests.chaos.answers import cut, fake_bases
 from tests.chaos.hosted import HostedCluster, Plan, cluster_config
-from tests.chaos.load import PLAIN, Ask, all_right, fake_asks, longest_silence_s, recovered, serve
-from tests.chaos.troubled import (
-    HANG_ONCE,
-    KILL_IN_PREFILL,
-    KILL_TWICE,
-    POISON,
-    struck,
-    troubled_loader,
-)
+from tests.chaos.load import all_right, fake_asks, longest_silence_s, recovered, serve
+from tests.chaos.troubled import HANG_ONCE, KILL_IN_PREFILL, POISON, struck, troubled_loader
 from tests.cluster.fakes import load_fake_text
 from tests.free_ports import free_port
 
@@ -117,17 +108,6 @@ def kill(pid: int) -> None:
 
 
 # --------------------------------------------------------------------------- replicas
-
-
-@TWO
-def test_two_replicas_that_the_same_sequence_kills_cost_no_token(
-    hosted: HostedCluster, directory: Path
-) -> None:
-    outcomes = serve(hosted.address, fake_asks(1, first=KILL_TWICE) + fake_asks(8))
-    all_right(outcomes)
-    assert len(struck(directory, KILL_TWICE)) == 2
-    assert outcomes[0].end is not None
-    assert outcomes[0].end.recovered >= 2
 
 
 @TWO
@@ -213,32 +193,11 @@ def test_a_killed_pool_and_a_request_that_breaks_an_invariant_silence_no_stream_
 # --------------------------------------------------------------------------- frontend and proxy
 
 
-def long_ask(number: int) -> Ask:
-    """Twelve streams and four unary calls; every third one samples; every other one has stop
-    strings that only ever begin."""
-    text = load_fake_text(ReplicaConfig())
-    said = text.encode(f"héllo {'wörld ' * (number % 4)}{number}")
-    (base,) = fake_bases([(PLAIN, *said)], LONG_TOKENS)
-    message = pb.GenerateRequest(
-        prompt_token_ids=pb.TokenIds(ids=base.prompt),
-        max_new_tokens=LONG_TOKENS,
-        ignore_eos=True,
-        request_id=str(number),
-    )
-    if number % 3 == 0:
-        message.temperature, message.seed = 1.0, number
-    if number % 2:
-        message.stop.extend(["e" + "never", "\ufffdnever", " never"])
-    right = cut(base, text, LONG_TOKENS, ignore_eos=True, stops=message.stop)
-    assert len(right.tokens) == LONG_TOKENS
-    return Ask(message, right, stream=number < 12)
-
-
 @TWO
 def test_a_killed_frontend_and_a_killed_proxy_cost_the_caller_nothing(
     hosted: HostedCluster,
 ) -> None:
-    asks = [long_ask(number) for number in range(16)]
+    asks = fake_asks(16, tokens=LONG_TOKENS)
     killed_s = 0.0
     frontends, proxy = hosted.processes("frontend"), hosted.process("proxy")
     assert len(frontends) == 2
