@@ -14,25 +14,9 @@ from hypothesis import example, given, strategies as st
 
 from cluster.client import RetryPolicy
 from cluster.client.core import Core
-from cluster.client.retry import Attempts, StreamBroken
+from cluster.client.retry import Attempts, own_error
 from protos import lockstep_pb2 as pb
 from tests.cluster.scripted import ACTOR_DIED
-
-
-def error_of(
-    code: StatusCode, trailing: tuple[tuple[str, str], ...] = (), details: str = ""
-) -> grpc.RpcError:
-    class Made(StreamBroken):
-        def code(self) -> StatusCode:
-            return code
-
-        def details(self) -> str:
-            return details
-
-        def trailing_metadata(self) -> tuple[tuple[str, str], ...]:
-            return trailing
-
-    return Made()
 
 
 class Broken:
@@ -61,7 +45,7 @@ class PausedError(Exception):
     """A further attempt would come."""
 
 
-LOST = error_of(StatusCode.UNAVAILABLE)
+LOST = own_error(StatusCode.UNAVAILABLE, "")
 
 
 @given(
@@ -150,7 +134,7 @@ def test_what_only_a_server_can_have_done_shows_that_one_was_reached(
     code: StatusCode, lasted_s: float, reached: bool
 ) -> None:
     """Then the next call is patient with one that cannot be reached."""
-    broken = Broken(error_of(code), lasted_s)
+    broken = Broken(own_error(code, ""), lasted_s)
     core = broken.core(RetryPolicy(reach_s=0.0))
     with contextlib.suppress(grpc.RpcError, PausedError):
         asyncio.run(core.generate(pb.GenerateRequest(prompt="x")))
@@ -171,13 +155,13 @@ def test_a_policy_that_makes_no_sense_is_named(wrong: dict[str, float]) -> None:
 @pytest.mark.parametrize(
     ("begun_s", "error", "says"),
     [
-        (-61.0, error_of(StatusCode.INTERNAL, details=ACTOR_DIED), StatusCode.DEADLINE_EXCEEDED),
+        (-61.0, own_error(StatusCode.INTERNAL, ACTOR_DIED), StatusCode.DEADLINE_EXCEEDED),
         (-61.0, LOST, StatusCode.DEADLINE_EXCEEDED),
         # Some time is left, but not enough.
-        (-59.995, error_of(StatusCode.INTERNAL, details=ACTOR_DIED), StatusCode.DEADLINE_EXCEEDED),
+        (-59.995, own_error(StatusCode.INTERNAL, ACTOR_DIED), StatusCode.DEADLINE_EXCEEDED),
         (-59.995, LOST, StatusCode.DEADLINE_EXCEEDED),
         # What the server says of the request itself stays as it is.
-        (-61.0, error_of(StatusCode.INVALID_ARGUMENT), StatusCode.INVALID_ARGUMENT),
+        (-61.0, own_error(StatusCode.INVALID_ARGUMENT, ""), StatusCode.INVALID_ARGUMENT),
     ],
 )
 def test_a_break_after_the_calls_own_time_is_a_deadline_that_passed(
