@@ -12,37 +12,20 @@ from scheduler.messages import Finish, FinishReason, Request as PoolRequest, Sub
 from scheduler.scheduler import Scheduler
 
 
-def test_the_meters_emit_the_whole_table() -> None:
-    seen: dict[str, Mapping[str, str]] = {}
-
-    def sink(name: str, value: float, tags: Mapping[str, str]) -> None:
-        assert value >= 0
-        seen[name] = tags
-
-    scheduler = Scheduler()
-    scheduler.step(Submit(PoolRequest("a", (1,), 1)), 0.0)
-    pool = PoolMeter(sink)
-    pool.committed(3)
-    pool.finished(Finish("a", FinishReason.STOP, Usage(replicas=("r",))))
-    pool.observe(scheduler, 1.0)
-    meter = FrontendMeter(sink)
-    meter.chunk()
-    meter.refused(StatusCode.UNAUTHENTICATED)
-    meter.answered("OK", 0.1, 0.2)
-    assert {name: tuple(tags) for name, tags in seen.items()} == {
-        name: metric.tags for name, metric in METRICS.items()
-    }
-
-
-def test_sums_are_written_once_and_gauges_once_a_second() -> None:
+def test_the_meters_emit_the_whole_table_sums_once_and_gauges_once_a_second() -> None:
+    seen: dict[str, tuple[str, ...]] = {}
     written: Counter[str] = Counter()
     gauges = 0
 
     def sink(name: str, value: float, tags: Mapping[str, str]) -> None:
         nonlocal gauges
+        assert value >= 0
+        seen[name] = tuple(tags)
         gauges += name == "lockstep_replicas"
         written[tags.get("reason", name)] += value
 
+    scheduler = Scheduler()
+    scheduler.step(Submit(PoolRequest("a", (1,), 1)), 0.0)
     meter = PoolMeter(sink)
     stop, length = FinishReason.STOP, FinishReason.LENGTH
     for tokens, reason in ((3, stop), (4, length), (5, stop)):
@@ -50,12 +33,14 @@ def test_sums_are_written_once_and_gauges_once_a_second() -> None:
         usage = Usage(prompt_tokens=10 * tokens, replicas=("r",), queued_s=0.5)
         meter.finished(Finish("a", reason, usage))
     for now_s in (1.0, 1.5, 1.9, 2.0):
-        meter.observe(Scheduler(), now_s)
+        meter.observe(scheduler, now_s)
     frontend = FrontendMeter(sink)
+    frontend.refused(StatusCode.UNAUTHENTICATED)
     for _ in range(2):
         frontend.chunk()
         frontend.chunk()
         frontend.answered("OK", 0.1, 0.2)
+    assert seen == {name: metric.tags for name, metric in METRICS.items()}
     expected = {
         "lockstep_tokens_committed": 12,
         "lockstep_prompt_tokens": 120,

@@ -10,17 +10,13 @@ import pytest
 from scheduler.simulation import WorkloadRequest, drawn, lognormal, parse_lengths, poisson, uniform
 
 
-def requests(seed: int) -> list[WorkloadRequest]:
-    rng = Random(seed)
-    return drawn(poisson(5, rng), 2000, uniform(3, 9), lognormal(50, 0.5), 0.7, rng)
+def test_draws_are_distributed_as_asked_and_a_seed_repeats_them() -> None:
+    def requests(seed: int) -> list[WorkloadRequest]:
+        rng = Random(seed)
+        return drawn(poisson(5, rng), 2000, uniform(3, 9), lognormal(50, 0.5), 0.7, rng)
 
-
-def test_a_seed_repeats_everything() -> None:
-    assert requests(1) == requests(1) != requests(2)
-
-
-def test_draws_are_distributed_as_asked() -> None:
     made = requests(3)
+    assert requests(3) == made != requests(2)
     assert made[-1].at_s == pytest.approx(2000 / 5, rel=0.1)
     assert {one.prompt_tokens for one in made} == set(range(3, 10))
     assert median(one.new_tokens for one in made) == pytest.approx(50, rel=0.1)
