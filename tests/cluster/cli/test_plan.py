@@ -52,13 +52,7 @@ def plan(*args: str, code: int = 0) -> Any:
     return json.loads(result.stdout)
 
 
-def written(folder: Path, text: str) -> str:
-    path = folder / "settings.yaml"
-    path.write_text(text)
-    return str(path)
-
-
-def made_by_a_replica(path: str, monkeypatch: pytest.MonkeyPatch) -> MemoryPlan:
+def made_by_a_replica(path: Path, monkeypatch: pytest.MonkeyPatch) -> MemoryPlan:
     """The plan of the replica that `serve --config` would start, when it has loaded."""
     made: list[MemoryPlan] = []
 
@@ -67,7 +61,7 @@ def made_by_a_replica(path: str, monkeypatch: pytest.MonkeyPatch) -> MemoryPlan:
         return made[-1]
 
     monkeypatch.setattr(replica_module, "plan_memory", noting)
-    spec = Replica.load(resources.replica_config(from_file(Path(path)))).spec
+    spec = Replica.load(resources.replica_config(from_file(path))).spec
     (one,) = made
     assert spec.kv_blocks == one.kv_blocks
     return one
@@ -85,8 +79,9 @@ def made_by_a_replica(path: str, monkeypatch: pytest.MonkeyPatch) -> MemoryPlan:
 def test_a_plan_of_a_file_is_that_of_the_replica_that_serves_it(
     text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = written(tmp_path, text)
-    planned, made = plan("--config", path), made_by_a_replica(path, monkeypatch)
+    path = tmp_path / "settings.yaml"
+    path.write_text(text)
+    planned, made = plan("--config", str(path)), made_by_a_replica(path, monkeypatch)
     assert planned["wanted"] == asdict(made.wanted)
     assert planned["fits"] == asdict(made.work)
     assert planned["kv"] == {
@@ -101,12 +96,14 @@ def test_a_plan_of_a_file_is_that_of_the_replica_that_serves_it(
     assert planned["budget_bytes"] == made.budget
 
 
-def test_a_part_of_a_gpu_is_planned_for_where_replicas_share_one() -> None:
-    shared = from_args({"actors": {"replica_gpus": 0.5}})
-    assert planned_of(shared).gpu_share == 0.5
-    assert planned_of(from_args({"actors": {"replica_gpus": 1}})).gpu_share is None
-    said = from_args({"actors": {"replica_gpus": 0.5}, "replica": {"gpu_share": 0.3}})
-    assert planned_of(said).gpu_share == 0.3
+@pytest.mark.parametrize(
+    ("gpus", "said", "share"), [(0.5, None, 0.5), (1, None, None), (0.5, 0.3, 0.3)]
+)
+def test_a_part_of_a_gpu_is_planned_for_where_replicas_share_one(
+    gpus: float, said: float | None, share: float | None
+) -> None:
+    config = from_args({"actors": {"replica_gpus": gpus}, "replica": {"gpu_share": said}})
+    assert planned_of(config).gpu_share == share
 
 
 def test_a_gpu_that_is_not_here_can_be_planned_for() -> None:
