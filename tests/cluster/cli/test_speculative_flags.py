@@ -7,9 +7,9 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest.mock import AsyncMock
 
 import pytest
+import typer
 from click.testing import Result
 from typer.testing import CliRunner
 
@@ -18,7 +18,6 @@ from cluster.bench import session
 from cluster.cli import plan, serve
 from cluster.cli.main import main
 from replicas.config import ReplicaConfig, SpeculativeConfig
-from tests.cluster.bench.test_command import found
 
 Run = Callable[..., tuple[Result, list[ReplicaConfig]]]
 
@@ -28,17 +27,14 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
     """Runs a command, up to where it would load the replica of these settings."""
     used: list[ReplicaConfig] = []
 
-    def note(answer: Any, config: Any) -> Any:
+    def end(config: Any) -> None:
         used.append(getattr(config, "replica", config))
-        return answer
+        raise typer.Exit
 
-    compared = verify.VerifyReport("nothing", 1, 1, 0, 0, ())
-    monkeypatch.setattr(serve, "serve_until_signal", lambda config, *_: note(0, config))
-    monkeypatch.setattr(verify, "verify", lambda _, config, *__: note(compared, config))
-    measured = AsyncMock(return_value=found())
-    monkeypatch.setattr(session, "measure", measured)
-    monkeypatch.setattr(session, "engine", lambda config, _: note(None, config))
-    monkeypatch.setattr(plan, "print_plan", lambda config, _: note(0, config))
+    monkeypatch.setattr(serve, "serve_until_signal", lambda config, *_: end(config))
+    monkeypatch.setattr(verify, "verify", lambda _, config, *__: end(config))
+    monkeypatch.setattr(session, "engine", lambda config, _: end(config))
+    monkeypatch.setattr(plan, "print_plan", lambda config, _: end(config))
     (tmp_path / "prompts").write_text('{"prompt": "x"}\n')
     more = {"verify": ["--prompts", str(tmp_path / "prompts")], "bench": ["--engine"]}
 
