@@ -35,30 +35,19 @@ def test_the_version_is_that_of_the_package() -> None:
     assert lockstep("--version") == f"lockstep {version('lockstep')}\n"
 
 
-def test_an_option_that_would_do_nothing_is_refused_by_name() -> None:
-    said = lockstep("status", "--watch", "--json", "--address", NOWHERE, code=2)
-    assert "--watch: not with --json" in said
-
-
-@pytest.fixture
-def sent(monkeypatch: pytest.MonkeyPatch) -> list[pb.GenerateRequest]:
-    """What `lockstep generate` would have sent, in order."""
-    requests: list[pb.GenerateRequest] = []
+def test_generate_sends_class_and_salt(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[pb.GenerateRequest] = []
 
     def generate(server: object, prompt: str, options: dict[str, Any], as_json: bool) -> int:
-        requests.append(pb.GenerateRequest(prompt=prompt, **options))
+        sent.append(pb.GenerateRequest(prompt=prompt, **options))
         return 0
 
     monkeypatch.setattr(cli_generate, "generate", generate)
-    return requests
-
-
-def test_generate_sends_class_and_salt(sent: list[pb.GenerateRequest]) -> None:
     for priority in ("high", "normal", "low"):
         lockstep("generate", "x", "--priority", priority, "--cache-salt", "mine")
-        request = sent.pop()
-        assert pb.Priority.Name(request.priority) == f"PRIORITY_{priority.upper()}"
-        assert request.cache_salt == "mine"
+        of_class = pb.Priority.Value(f"PRIORITY_{priority.upper()}")
+        expected = pb.GenerateRequest(prompt="x", priority=of_class, cache_salt="mine")
+        assert sent.pop() == expected
 
 
 @pytest.mark.parametrize(
@@ -67,9 +56,12 @@ def test_generate_sends_class_and_salt(sent: list[pb.GenerateRequest]) -> None:
         (["generate", "x", "--top-k", str(2**31)], "top_k"),
         (["chat", "--max-new-tokens", str(2**31)], "max_new_tokens"),
         (["demo", "--grpc-port", "70000"], "server.grpc_port: must be at most 65535, is 70000"),
+        (["status", "--watch", "--json", "--address", NOWHERE], "--watch: not with --json"),
     ],
 )
-def test_a_number_that_is_too_large_is_refused_by_name(args: list[str], said: str) -> None:
+def test_an_option_that_is_out_of_range_or_would_do_nothing_is_refused_by_name(
+    args: list[str], said: str
+) -> None:
     assert said in lockstep(*args, code=2)
 
 
