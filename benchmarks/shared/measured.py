@@ -81,7 +81,6 @@ def take_turns(
     expected: Sequence[Sequence[int]],
     counts: Mapping[str, int] | None = None,
     note: Callable[[str], object] = lambda name: None,
-    clock: Callable[[], float] = perf_counter,
 ) -> tuple[Contender, ...]:
     """Run every way once per round and compare its outputs with the `expected` ones.
 
@@ -93,9 +92,9 @@ def take_turns(
         for name, way in ways.items():
             note(name)
             asked = _asked(name, requests, counts, number)
-            begun_s = clock()
+            begun_s = perf_counter()
             outputs = way(asked)
-            runs[name].append((outputs, clock() - begun_s))
+            runs[name].append((outputs, perf_counter() - begun_s))
     return tuple(Contender.of(name, runs[name], expected) for name in ways)
 
 
@@ -131,15 +130,9 @@ class MeasuredWay:
     All requests are submitted at the start.
     """
 
-    def __init__(
-        self,
-        runner: Runner,
-        config: SchedulerConfig,
-        clock: Callable[[], float] = perf_counter,
-    ) -> None:
+    def __init__(self, runner: Runner, config: SchedulerConfig) -> None:
         self._runner = runner
         self._config = config
-        self._clock = clock
         self._engine: LocalEngine | None = None
         self._since_s = 0.0
         self.seconds = 0.0
@@ -157,7 +150,7 @@ class MeasuredWay:
 
     def begin(self, requests: Sequence[Request]) -> None:
         """Start a run, for `advance` to go on with; of the one before its figures are kept."""
-        self.seconds, self._since_s = 0.0, self._clock()
+        self.seconds, self._since_s = 0.0, perf_counter()
         self._engine = LocalEngine(self._runner, self._config, clock=self._own_s)
         self.outputs = [self._engine.submit(request) for request in requests]
         self.seconds = self._own_s()
@@ -166,7 +159,7 @@ class MeasuredWay:
         """Run one batch; False once, when the run has ended, and then every request has finished
         and its figures are there."""
         assert self._engine is not None, "begin() comes first"
-        self._since_s = self._clock()
+        self._since_s = perf_counter()
         more = self._engine.advance()
         self.seconds = self._own_s()
         if not more:
@@ -177,7 +170,7 @@ class MeasuredWay:
     def _own_s(self) -> float:
         """A clock that stands between two calls: the time of other ways is no time of this run, and
         no slow round trip of a batch for the scheduler."""
-        return self.seconds + self._clock() - self._since_s
+        return self.seconds + perf_counter() - self._since_s
 
     @property
     def figures(self) -> StepFigures:
@@ -209,7 +202,6 @@ def side_by_side(
     rounds: int,
     expected: Sequence[Sequence[int]],
     counts: Mapping[str, int] | None = None,
-    slice_s: float = SLICE_S,
 ) -> tuple[Contender, ...]:
     """Runs every way once per round, all at the same time; compares outputs with `expected`.
 
@@ -220,19 +212,19 @@ def side_by_side(
     for number in range(rounds):
         for name, way in ways.items():
             way.begin(_asked(name, requests, counts, number))
-        _run_together(ways, slice_s, backwards=bool(number % 2))
+        _run_together(ways, backwards=bool(number % 2))
         for name, way in ways.items():
             runs[name].append(([output.tokens for output in way.outputs], way.seconds))
     return tuple(Contender.of(name, runs[name], expected) for name in ways)
 
 
-def _run_together(ways: Mapping[str, MeasuredWay], slice_s: float, backwards: bool) -> None:
+def _run_together(ways: Mapping[str, MeasuredWay], backwards: bool) -> None:
     """To the end of all; every other turn is in reverse, so that none always follows another."""
     running = dict(ways)
     while running:
         for name in reversed(list(running)) if backwards else list(running):
             way = running[name]
-            end_s = way.seconds + slice_s
+            end_s = way.seconds + SLICE_S
             while way.seconds < end_s:
                 if not way.advance():
                     del running[name]
