@@ -1,9 +1,8 @@
-"""Ways to generate, measured: where the time of ours went; in turns or side by side.
+"""Ways to generate, measured side by side, and where the time of ours went.
 
-A shared machine's speed drifts, so ways take turns, every ratio is one of the same round, and the
-median of the rounds is reported. It also changes within seconds: `side_by_side` begins all ways
-together and gives them turns of a fraction of a second each; the time that counts is each way's
-own.
+A shared machine's speed drifts, so every ratio is one of the same round, and the median of the
+rounds is reported. It also changes within seconds: our own ways begin together and have turns of a
+fraction of a second each; the time that counts is each way's own.
 """
 
 from __future__ import annotations
@@ -72,30 +71,6 @@ def _asked(
     salt = f"{name}, round {number}"
     some = requests[: (counts or {}).get(name, len(requests))]
     return [replace(each, id=f"{name}: {each.id}", cache_salt=salt) for each in some]
-
-
-def take_turns(
-    ways: Mapping[str, Way],
-    requests: Sequence[Request],
-    rounds: int,
-    expected: Sequence[Sequence[int]],
-    counts: Mapping[str, int] | None = None,
-    note: Callable[[str], object] = lambda name: None,
-) -> tuple[Contender, ...]:
-    """Run every way once per round and compare its outputs with the `expected` ones.
-
-    `counts`: ways that get only so many of the requests, from the first. `note` is called with the
-    way that runs next.
-    """
-    runs: dict[str, list[tuple[Outputs, float]]] = {name: [] for name in ways}
-    for number in range(rounds):
-        for name, way in ways.items():
-            note(name)
-            asked = _asked(name, requests, counts, number)
-            begun_s = perf_counter()
-            outputs = way(asked)
-            runs[name].append((outputs, perf_counter() - begun_s))
-    return tuple(Contender.of(name, runs[name], expected) for name in ways)
 
 
 @dataclass(frozen=True)
@@ -197,23 +172,30 @@ class MeasuredWay:
 
 
 def side_by_side(
-    ways: Mapping[str, MeasuredWay],
+    ways: Mapping[str, Way],
     requests: Sequence[Request],
     rounds: int,
     expected: Sequence[Sequence[int]],
     counts: Mapping[str, int] | None = None,
 ) -> tuple[Contender, ...]:
-    """Runs every way once per round, all at the same time; compares outputs with `expected`.
+    """Runs every way once per round and compares its outputs with the `expected` ones.
 
-    Arguments and result are those of `take_turns`. The ways may share a replica: each has its own
-    sequences there. Its KV blocks have to last for all of them.
+    Those that are a MeasuredWay run at the same time, after the others in turn. They may share a
+    replica: each has its own sequences there. Its KV blocks have to last for all of them.
+    `counts`: ways that get only so many of the requests, from the first.
     """
+    ours = {name: way for name, way in ways.items() if isinstance(way, MeasuredWay)}
     runs: dict[str, list[tuple[Outputs, float]]] = {name: [] for name in ways}
     for number in range(rounds):
-        for name, way in ways.items():
+        for name in [name for name in ways if name not in ours]:
+            asked = _asked(name, requests, counts, number)
+            begun_s = perf_counter()
+            outputs = ways[name](asked)
+            runs[name].append((outputs, perf_counter() - begun_s))
+        for name, way in ours.items():
             way.begin(_asked(name, requests, counts, number))
-        _run_together(ways, backwards=bool(number % 2))
-        for name, way in ways.items():
+        _run_together(ours, backwards=bool(number % 2))
+        for name, way in ours.items():
             runs[name].append(([output.tokens for output in way.outputs], way.seconds))
     return tuple(Contender.of(name, runs[name], expected) for name in ways)
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from benchmarks.shared.measured import Way, ratio, take_turns
+from benchmarks.shared.measured import Way, ratio, side_by_side
 from benchmarks.shared.transformers_runs import Transformers
 from scheduler.messages import Request
 from tests.cluster.fakes import Clock
@@ -35,7 +35,7 @@ def test_ways_take_turns_and_ratios_are_of_one_round(monkeypatch: pytest.MonkeyP
         "theirs": way("theirs", (2.0, right), (4.0, right)),
     }
     monkeypatch.setattr("benchmarks.shared.measured.perf_counter", clock)
-    ours, theirs = take_turns(ways, REQUESTS[:2], 2, right)
+    ours, theirs = side_by_side(ways, REQUESTS[:2], 2, right)
     assert order == ["ours", "theirs"] * 2
     # No run finds the prefixes of another.
     assert len(salts) == len(set(salts)) == 4
