@@ -132,37 +132,27 @@ def greedy(
     return contenders
 
 
-def best_fixed(contenders: Contenders, batch: int, draft_lens: Sequence[int | None]) -> int:
-    """The fixed draft length with the highest median."""
-    speed = {each.name: each.speed for each in contenders}
-    fixed = [k for k in draft_lens if k is not None]
-    return max(fixed, key=lambda k: speed[lockstep_name(batch, k)])
-
-
 def summary(
     contenders: Contenders, measured: Mapping[str, MeasuredWay], args: argparse.Namespace
 ) -> dict[str, float | str]:
     """The ratios that matter, each of contenders that ran beside one another."""
     speed = {each.name: each.speed for each in contenders}
     figures: dict[str, float | str] = {}
-
-    def put(name: str, above: str, below: str) -> None:
-        found = ratio(contenders, above, below)
-        if found is not None:
-            figures[name] = found
-
     for batch in args.batches:
         ours = lockstep_name(batch, None)
-        best = best_fixed(contenders, batch, args.draft_lens)
-        fixed = lockstep_name(batch, best)
-        figures[f"best fixed k, batch {batch}"] = str(best)
+        named = {lockstep_name(batch, k): k for k in args.draft_lens if k is not None}
+        fixed = max(named, key=speed.__getitem__)
+        figures[f"best fixed k, batch {batch}"] = str(named[fixed])
         figures[f"tokens/s, batch {batch}"] = speed[ours]
-        put(f"over k = 0, batch {batch}", ours, lockstep_name(batch, 0))
-        put(f"chosen k over the best fixed k, batch {batch}", ours, fixed)
-        name = transformers_name(batch)
-        put(f"over transformers' generate, batch {batch}", ours, name)
+        others = {
+            "over k = 0": lockstep_name(batch, 0),
+            "chosen k over the best fixed k": fixed,
+            "over transformers' generate": transformers_name(batch),
+        }
         if batch == 1:
-            put("over transformers' assisted generation, batch 1", ours, ASSISTED)
+            others["over transformers' assisted generation"] = ASSISTED
+        for name, other in others.items():
+            figures[f"{name}, batch {batch}"] = ratio(contenders, ours, other)
         steps = over_rounds(measured[ours].runs)
         figures[f"neither draft nor target forward, batch {batch}"] = steps.overhead
         figures[f"between batches, batch {batch}"] = steps.between_batches

@@ -55,11 +55,9 @@ class Contender:
         return cls(name, prompts, speeds, identical)
 
 
-def ratio(contenders: Sequence[Contender], above: str, below: str) -> float | None:
-    """Of their speeds, the median of the rounds; None where one of them has not run."""
+def ratio(contenders: Sequence[Contender], above: str, below: str) -> float:
+    """Of their speeds, the median of the rounds."""
     speeds = {each.name: each.tokens_per_s for each in contenders}
-    if above not in speeds or below not in speeds:
-        return None
     return median(a / b for a, b in zip(speeds[above], speeds[below], strict=True))
 
 
