@@ -23,6 +23,7 @@ from tests.cluster.cli.command import lockstep
 DEMO = (
     *("bench", "--engine", "--target", "tiny", "--requests", "6", "--warm-up", "1"),
     *("--max-new-tokens", "6", "--batch-size", "2", "--in-flight", "4", "--device", "cpu"),
+    "--no-calibrate",
 )
 
 
