@@ -5,8 +5,7 @@
 The real scheduler over one replica whose steps take given times (those of the demo pair on two
 cores, rounded) and whose draft is right with a given probability per request. For every mix of
 requests: tokens/s of fixed draft lengths and of the chosen one, with the replica's trial steps and
-without. Then the same where a verification takes whole tiles of tokens, so that its time rises in
-steps and not in a straight line. Needs neither Ray nor torch.
+without. Needs neither Ray nor torch.
 """
 
 from __future__ import annotations
@@ -47,13 +46,7 @@ MIXES: dict[str, tuple[float, ...]] = {
 """Acceptance of the requests, in turns."""
 PROMPT = (16, 256)
 NEW_TOKENS = 128
-TILES = (16, 32, 64)
-"""Tokens of a tile, where hardware computes whole tiles."""
-TILED_VERIFY = LinearCost(11e-3, 1e-3, 2e-7)
-"""Bound by operations, or tiles would hardly matter."""
-TILED_ACCEPTANCES = (0.6, 0.75, 0.87)
-TILED_FIXED = tuple(range(9))
-"""All of them, for the best one depends on where a tile ends."""
+TIMES = LinearTimes(DRAFT, VERIFY, PREFILL, REST_S)
 
 
 @dataclass(frozen=True)
@@ -61,7 +54,6 @@ class Compared:
     """Speeds in tokens/s of virtual time, of fixed draft lengths and of the chosen one."""
 
     mix: str
-    tile: int
     rows: int
     fixed: dict[int, float]
     chosen: float
@@ -76,45 +68,34 @@ class Compared:
         return self.chosen / self.fixed[self.best_fixed]
 
 
-def times_of(tile: int) -> LinearTimes:
-    """`tile`: tokens that a verification takes together; 1: as many as there are."""
-    if tile == 1:
-        return LinearTimes(DRAFT, VERIFY, PREFILL, REST_S)
-
-    def verify(tokens: int, kv: int) -> float:
-        return TILED_VERIFY(tile * -(-tokens // tile), kv)
-
-    return LinearTimes(DRAFT, verify, PREFILL, REST_S)
-
-
-def _trials(times: LinearTimes) -> Iterator[TriedBatch]:
+def _trials() -> Iterator[TriedBatch]:
     """As `replicas.calibration` makes them."""
     for rows, k, _ in product((1, 8), (0, 4), range(3)):
         steps = tuple(StepRow(str(row), 64, k, 0) for row in range(rows))
         batch = Batch(0, "r0", BatchKind.SPECULATE, rows=steps, draft_len=k)
         done = tuple(RowResult(row.sequence_id, (1,), 1, k, asked_tokens=k) for row in steps)
-        yield batch, StepResult(0, "r0", done, 1, times(batch))
+        yield batch, StepResult(0, "r0", done, 1, TIMES(batch))
 
 
 def measure(
-    mix: str, acceptance: Sequence[float], rows: int, tile: int = 1, fixed: Sequence[int] = FIXED
+    mix: str, acceptance: Sequence[float], rows: int, fixed: Sequence[int] = FIXED
 ) -> Compared:
     """All ways over the same requests: 16 of them at batch 1, else 64, all there at the start."""
-    times, draw = times_of(tile), Random(1)
+    draw = Random(1)
     requests = [
         WorkloadRequest(0.0, draw.randint(*PROMPT), NEW_TOKENS, acceptance[i % len(acceptance)])
         for i in range(16 if rows == 1 else 64)
     ]
 
     def speed(draft_len: int | None, timed: bool = True) -> float:
-        spec = ReplicaSpec(100_000, 16, 1 << 16, 2, trials=tuple(_trials(times)) if timed else ())
+        spec = ReplicaSpec(100_000, 16, 1 << 16, 2, trials=tuple(_trials()) if timed else ())
         config = SchedulerConfig(rows_max=rows, draft_len=draft_len)
-        setup = Setup(1, spec, times, config, message_s=(0.0, 0.0))
+        setup = Setup(1, spec, TIMES, config, message_s=(0.0, 0.0))
         figures = Experiment(setup, requests, Random(0)).run()
         return figures.tokens / figures.elapsed_s
 
     by_fixed = {k: speed(k) for k in fixed}
-    return Compared(mix, tile, rows, by_fixed, speed(None), speed(None, timed=False))
+    return Compared(mix, rows, by_fixed, speed(None), speed(None, timed=False))
 
 
 def main() -> None:
@@ -123,15 +104,8 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 16])
     args = parser.parse_args()
     found = [measure(mix, MIXES[mix], rows) for mix in MIXES for rows in args.rows]
-    tiled = [
-        measure(str(acceptance), (acceptance,), rows, tile, TILED_FIXED)
-        for tile in TILES
-        for acceptance in TILED_ACCEPTANCES
-        for rows in args.rows
-        if rows > 1
-    ]
     header = (
-        *("acceptance", "tile", "batch", "best fixed k", "tokens/s", "chosen k"),
+        *("acceptance", "batch", "best fixed k", "tokens/s", "chosen k"),
         *("over best fixed", "over k = 0", "without trials"),
     )
     print(
@@ -139,19 +113,15 @@ def main() -> None:
             header,
             [
                 (
-                    *(one.mix, one.tile, one.rows, one.best_fixed, one.fixed[one.best_fixed]),
+                    *(one.mix, one.rows, one.best_fixed, one.fixed[one.best_fixed]),
                     *(one.chosen, one.over_best_fixed, one.chosen / one.fixed[0]),
                     one.chosen_without_trials / one.fixed[one.best_fixed],
                 )
-                for one in (*found, *tiled)
+                for one in found
             ],
         )
     )
-    figures = {
-        "mixes": [asdict(one) for one in found],
-        "tiled": [asdict(one) for one in tiled],
-    }
-    write_json(args.json, figures)
+    write_json(args.json, {"mixes": [asdict(one) for one in found]})
 
 
 if __name__ == "__main__":

@@ -191,7 +191,6 @@ def main() -> None:
             by_name = {one.name: one for one in contenders}
             for name in list(ways)[1:]:
                 compared = ratio(contenders, name, PLAIN)
-                assert compared is not None, "both ways run here"
                 way, one = ways[name].figures, by_name[name]
                 row = {
                     "kind": kind,

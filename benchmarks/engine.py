@@ -4,10 +4,9 @@
 
 One run, the same prompts everywhere: Lockstep at batch 1, 8, ... and several draft lengths;
 transformers' `generate` of the target at the same batch size, and its assisted generation with the
-same draft; and whether all outputs are equal. Lockstep's own ways run side by side, those of
-transformers in turns with the default one, round by round: ratios are taken within a round, and the
-median of the rounds is reported; so are the shares of where time and reads went, over all rounds
-that a way was in. Needs no Ray.
+same draft; and whether all outputs are equal. Round by round those of transformers run in turn,
+and then Lockstep's own ways side by side: ratios are taken within a round, and the median of the
+rounds is reported; so are the shares of where time and reads went, over all rounds. Needs no Ray.
 """
 
 from __future__ import annotations
@@ -18,22 +17,13 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import Any
 
 import torch
 from transformers import AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from benchmarks.shared.command_line import add_pair, pair_config, parser_of
-from benchmarks.shared.measured import (
-    Contender,
-    MeasuredWay,
-    Way,
-    over_rounds,
-    ratio,
-    side_by_side,
-    take_turns,
-)
+from benchmarks.shared.measured import Contender, MeasuredWay, Way, over_rounds, ratio, side_by_side
 from benchmarks.shared.prompts import benchmark_tokens
 from benchmarks.shared.report import machine, table, write_json
 from benchmarks.shared.transformers_runs import Assistance, Transformers, fastest_assistance
@@ -82,11 +72,9 @@ def main() -> None:
     print(f"assisted generation is fastest with {assistance}", flush=True)
     print("the reference: transformers' generate at batch 1 over all prompts", flush=True)
     expected = models.batched(requests, 1)
-    draft_lens, against = greedy(args, models, measured, requests, expected, assistance)
-    figures = summary(draft_lens, against, measured, args)
-    identical = {
-        each.name: f"{each.identical} of {each.prompts}" for each in (*draft_lens, *against)
-    }
+    contenders = greedy(args, models, measured, requests, expected, assistance)
+    figures = summary(contenders, measured, args)
+    identical = {each.name: f"{each.identical} of {each.prompts}" for each in contenders}
     print(table(("figure: the median where there are rounds", "value"), list(figures.items())))
     print(table(("outputs", "identical"), list(identical.items())))
     print(f"{perf_counter() - begun_s:.0f} s in all")
@@ -102,8 +90,7 @@ def main() -> None:
             "assistance": str(assistance),
             "figures": figures,
             "identical": identical,
-            "draft_lens": _runs(draft_lens),
-            "against": _runs(against),
+            "runs": [asdict(each) | {"median": each.speed} for each in contenders],
             "steps": {name: asdict(over_rounds(way.runs)) for name, way in measured.items()},
             "steps_of_rounds": {
                 name: [asdict(run) for run in way.runs] for name, way in measured.items()
@@ -122,73 +109,50 @@ def greedy(
     requests: Sequence[Request],
     expected: Sequence[Sequence[int]],
     assistance: Assistance,
-) -> tuple[Contenders, Contenders]:
-    """All greedy runs: the draft lengths of each batch size side by side, then the default one
-    against transformers in turns."""
-    draft_lens: Contenders = ()
-    counts = {lockstep_name(1, k): args.alone_limit for k in args.draft_lens}
-    for way in measured.values():
-        way(requests[:2])  # warm-up
-        way.runs.clear()
+) -> Contenders:
+    """All greedy runs, by batch size."""
+    contenders: Contenders = ()
     for batch in args.batches:
-        names = [lockstep_name(batch, k) for k in args.draft_lens]
-        print(f"side by side: {', '.join(names)}", flush=True)
-        ways = {name: measured[name] for name in names}
+        ways: dict[str, Way] = {transformers_name(batch): partial(models.batched, batch=batch)}
+        if batch == 1:
+            ways[ASSISTED] = partial(models.assisted, how=assistance)
+        ways |= {
+            name: measured[name] for name in (lockstep_name(batch, k) for k in args.draft_lens)
+        }
+        for way in ways.values():
+            way(requests[:2])  # warm-up
+        for name in ways.keys() & measured.keys():
+            measured[name].runs.clear()
+        print(f"side by side: {', '.join(ways)}", flush=True)
+        counts = dict.fromkeys(ways, args.alone_limit) if batch == 1 else None
         here = side_by_side(ways, requests, args.rounds, expected, counts)
         for each in here:
-            _show(each, measured[each.name])
-        draft_lens += here
-    others: dict[str, Way] = {}
-    for batch in args.batches:
-        others[transformers_name(batch)] = partial(models.batched, batch=batch)
-        if batch == 1:
-            others[ASSISTED] = lambda asked: models.assisted(asked, assistance)
-            counts |= dict.fromkeys(others, args.alone_limit)
-        others[lockstep_name(batch, None)] = measured[lockstep_name(batch, None)]
-    for name in others.keys() - measured.keys():
-        others[name](requests[:2])  # warm-up
-    against = take_turns(
-        others, requests, args.rounds, expected, counts, lambda name: print(name, flush=True)
-    )
-    for each in against:
-        _show(each, measured.get(each.name))
-    return draft_lens, against
-
-
-def best_fixed(contenders: Contenders, batch: int, draft_lens: Sequence[int | None]) -> int:
-    """The fixed draft length with the highest median."""
-    speed = {each.name: each.speed for each in contenders}
-    fixed = [k for k in draft_lens if k is not None]
-    return max(fixed, key=lambda k: speed[lockstep_name(batch, k)])
+            _show(each, measured.get(each.name))
+        contenders += here
+    return contenders
 
 
 def summary(
-    draft_lens: Contenders,
-    against: Contenders,
-    measured: Mapping[str, MeasuredWay],
-    args: argparse.Namespace,
+    contenders: Contenders, measured: Mapping[str, MeasuredWay], args: argparse.Namespace
 ) -> dict[str, float | str]:
     """The ratios that matter, each of contenders that ran beside one another."""
-    speed = {each.name: each.speed for each in draft_lens}
+    speed = {each.name: each.speed for each in contenders}
     figures: dict[str, float | str] = {}
-
-    def put(name: str, among: Contenders, above: str, below: str) -> None:
-        found = ratio(among, above, below)
-        if found is not None:
-            figures[name] = found
-
     for batch in args.batches:
         ours = lockstep_name(batch, None)
-        best = best_fixed(draft_lens, batch, args.draft_lens)
-        fixed = lockstep_name(batch, best)
-        figures[f"best fixed k, batch {batch}"] = str(best)
+        named = {lockstep_name(batch, k): k for k in args.draft_lens if k is not None}
+        fixed = max(named, key=speed.__getitem__)
+        figures[f"best fixed k, batch {batch}"] = str(named[fixed])
         figures[f"tokens/s, batch {batch}"] = speed[ours]
-        put(f"over k = 0, batch {batch}", draft_lens, ours, lockstep_name(batch, 0))
-        put(f"chosen k over the best fixed k, batch {batch}", draft_lens, ours, fixed)
-        name = transformers_name(batch)
-        put(f"over transformers' generate, batch {batch}", against, ours, name)
+        others = {
+            "over k = 0": lockstep_name(batch, 0),
+            "chosen k over the best fixed k": fixed,
+            "over transformers' generate": transformers_name(batch),
+        }
         if batch == 1:
-            put("over transformers' assisted generation, batch 1", against, ours, ASSISTED)
+            others["over transformers' assisted generation"] = ASSISTED
+        for name, other in others.items():
+            figures[f"{name}, batch {batch}"] = ratio(contenders, ours, other)
         steps = over_rounds(measured[ours].runs)
         figures[f"neither draft nor target forward, batch {batch}"] = steps.overhead
         figures[f"between batches, batch {batch}"] = steps.between_batches
@@ -217,10 +181,6 @@ def _arguments() -> argparse.Namespace:
     if not {None, 0} <= set(args.draft_lens):
         parser.error("--draft-lens: auto and 0 have to be among them")
     return args
-
-
-def _runs(contenders: Contenders) -> list[dict[str, Any]]:
-    return [asdict(each) | {"median": each.speed} for each in contenders]
 
 
 def _draft_len(text: str) -> int | None:

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from statistics import median, quantiles
+from statistics import median
+from typing import Any
 
 from transformers import AutoTokenizer
 
@@ -22,7 +22,7 @@ from benchmarks.shared.prompts import benchmark_tokens
 from benchmarks.shared.report import table, write_json
 from cluster.bench.arrivals import Closed, Extent, drive
 from cluster.bench.engine import over_engine
-from cluster.bench.figures import first_token_times
+from cluster.bench.figures import summarise
 from cluster.local_engine import LocalEngine
 from replicas.models.load import resolve
 from replicas.models.pair import load_pair
@@ -31,40 +31,25 @@ from scheduler.config import SchedulerConfig
 from scheduler.messages import Request
 
 
-@dataclass(frozen=True)
-class Round:
-    """One closed loop over all requests."""
-
-    sharing: bool
-    tokens_per_s: float
-    first_token_p50_s: float
-    first_token_p95_s: float
-    prefill_tokens: int
-    """KV positions that were computed."""
-    reused_tokens: int
-
-
 def serve(
     replica: Replica, requests: Sequence[Request], in_flight: int, config: SchedulerConfig
-) -> tuple[Round, list[list[int]]]:
-    """Runs the requests, `in_flight` at a time."""
+) -> tuple[dict[str, Any], list[list[int]]]:
+    """Runs the requests in a closed loop, `in_flight` at a time; figures and outputs."""
     engine = LocalEngine(replica, config)
-    count = len(requests)
     send = over_engine(engine, requests.__getitem__)
-    records = asyncio.run(drive(send, Closed(in_flight), Extent(requests=count)))
-    outputs = [engine.outputs[request.id].tokens for request in requests]
-    waits = first_token_times(records)
-    assert len(waits) == count, "every request gets tokens"
+    extent = Extent(requests=len(requests))
+    summary = summarise(asyncio.run(drive(send, Closed(in_flight), extent)))
+    assert summary.ttft_s is not None, "no request gets tokens"
     figures = engine.scheduler.snapshot().figures
-    figured = Round(
-        sharing=replica.spec.prefix_sharing,
-        tokens_per_s=sum(map(len, outputs)) / max(record.end_s or 0.0 for record in records),
-        first_token_p50_s=median(waits),
-        first_token_p95_s=quantiles(waits, n=20)[-1],
-        prefill_tokens=figures.prefill_tokens,
-        reused_tokens=figures.reused_tokens,
-    )
-    return figured, outputs
+    found = {
+        "sharing": replica.spec.prefix_sharing,
+        "tokens_per_s": summary.tokens_per_s,
+        "first_token_p50_s": summary.ttft_s.p50,
+        "first_token_p95_s": summary.ttft_s.p95,
+        "prefill_tokens": figures.prefill_tokens,
+        "reused_tokens": figures.reused_tokens,
+    }
+    return found, [engine.outputs[request.id].tokens for request in requests]
 
 
 def main() -> None:
@@ -106,22 +91,16 @@ def main() -> None:
     same = all(outputs == served[0][1] for _, outputs in served)
     rows = []
     for sharing in (False, True):
-        mine = [one for one in rounds if one.sharing == sharing]
-        rows.append(
-            [
-                "on" if sharing else "off",
-                median(one.tokens_per_s for one in mine),
-                1e3 * median(one.first_token_p50_s for one in mine),
-                1e3 * median(one.first_token_p95_s for one in mine),
-                mine[0].prefill_tokens,
-                mine[0].reused_tokens,
-            ]
-        )
+        mine = [one for one in rounds if one["sharing"] == sharing]
+        typical = {name: median(one[name] for one in mine) for name in mine[0]}
+        first_ms = [1e3 * typical[f"first_token_{part}_s"] for part in ("p50", "p95")]
+        counts = [mine[0]["prefill_tokens"], mine[0]["reused_tokens"]]
+        rows.append(["on" if sharing else "off", typical["tokens_per_s"], *first_ms, *counts])
     header = ("sharing", "tokens/s", "TTFT p50, ms", "p95", "positions computed", "found")
     print(table(header, rows))
     print(f"outputs identical: {'yes' if same else 'NO'}")
     options = {key: value for key, value in vars(args).items() if key != "json"}
-    write_json(args.json, {"options": options, "identical": same, "rounds": [*map(asdict, rounds)]})
+    write_json(args.json, {"options": options, "identical": same, "rounds": rounds})
 
 
 if __name__ == "__main__":

@@ -1,9 +1,8 @@
-"""Ways to generate, measured: where the time of ours went; in turns or side by side.
+"""Ways to generate, measured side by side, and where the time of ours went.
 
-A shared machine's speed drifts, so ways take turns, every ratio is one of the same round, and the
-median of the rounds is reported. It also changes within seconds: `side_by_side` begins all ways
-together and gives them turns of a fraction of a second each; the time that counts is each way's
-own.
+A shared machine's speed drifts, so every ratio is one of the same round, and the median of the
+rounds is reported. It also changes within seconds: our own ways begin together and have turns of a
+fraction of a second each; the time that counts is each way's own.
 """
 
 from __future__ import annotations
@@ -56,11 +55,9 @@ class Contender:
         return cls(name, prompts, speeds, identical)
 
 
-def ratio(contenders: Sequence[Contender], above: str, below: str) -> float | None:
-    """Of their speeds, the median of the rounds; None where one of them has not run."""
+def ratio(contenders: Sequence[Contender], above: str, below: str) -> float:
+    """Of their speeds, the median of the rounds."""
     speeds = {each.name: each.tokens_per_s for each in contenders}
-    if above not in speeds or below not in speeds:
-        return None
     return median(a / b for a, b in zip(speeds[above], speeds[below], strict=True))
 
 
@@ -72,31 +69,6 @@ def _asked(
     salt = f"{name}, round {number}"
     some = requests[: (counts or {}).get(name, len(requests))]
     return [replace(each, id=f"{name}: {each.id}", cache_salt=salt) for each in some]
-
-
-def take_turns(
-    ways: Mapping[str, Way],
-    requests: Sequence[Request],
-    rounds: int,
-    expected: Sequence[Sequence[int]],
-    counts: Mapping[str, int] | None = None,
-    note: Callable[[str], object] = lambda name: None,
-    clock: Callable[[], float] = perf_counter,
-) -> tuple[Contender, ...]:
-    """Run every way once per round and compare its outputs with the `expected` ones.
-
-    `counts`: ways that get only so many of the requests, from the first. `note` is called with the
-    way that runs next.
-    """
-    runs: dict[str, list[tuple[Outputs, float]]] = {name: [] for name in ways}
-    for number in range(rounds):
-        for name, way in ways.items():
-            note(name)
-            asked = _asked(name, requests, counts, number)
-            begun_s = clock()
-            outputs = way(asked)
-            runs[name].append((outputs, clock() - begun_s))
-    return tuple(Contender.of(name, runs[name], expected) for name in ways)
 
 
 @dataclass(frozen=True)
@@ -131,15 +103,9 @@ class MeasuredWay:
     All requests are submitted at the start.
     """
 
-    def __init__(
-        self,
-        runner: Runner,
-        config: SchedulerConfig,
-        clock: Callable[[], float] = perf_counter,
-    ) -> None:
+    def __init__(self, runner: Runner, config: SchedulerConfig) -> None:
         self._runner = runner
         self._config = config
-        self._clock = clock
         self._engine: LocalEngine | None = None
         self._since_s = 0.0
         self.seconds = 0.0
@@ -157,7 +123,7 @@ class MeasuredWay:
 
     def begin(self, requests: Sequence[Request]) -> None:
         """Start a run, for `advance` to go on with; of the one before its figures are kept."""
-        self.seconds, self._since_s = 0.0, self._clock()
+        self.seconds, self._since_s = 0.0, perf_counter()
         self._engine = LocalEngine(self._runner, self._config, clock=self._own_s)
         self.outputs = [self._engine.submit(request) for request in requests]
         self.seconds = self._own_s()
@@ -166,7 +132,7 @@ class MeasuredWay:
         """Run one batch; False once, when the run has ended, and then every request has finished
         and its figures are there."""
         assert self._engine is not None, "begin() comes first"
-        self._since_s = self._clock()
+        self._since_s = perf_counter()
         more = self._engine.advance()
         self.seconds = self._own_s()
         if not more:
@@ -177,7 +143,7 @@ class MeasuredWay:
     def _own_s(self) -> float:
         """A clock that stands between two calls: the time of other ways is no time of this run, and
         no slow round trip of a batch for the scheduler."""
-        return self.seconds + self._clock() - self._since_s
+        return self.seconds + perf_counter() - self._since_s
 
     @property
     def figures(self) -> StepFigures:
@@ -204,35 +170,41 @@ class MeasuredWay:
 
 
 def side_by_side(
-    ways: Mapping[str, MeasuredWay],
+    ways: Mapping[str, Way],
     requests: Sequence[Request],
     rounds: int,
     expected: Sequence[Sequence[int]],
     counts: Mapping[str, int] | None = None,
-    slice_s: float = SLICE_S,
 ) -> tuple[Contender, ...]:
-    """Runs every way once per round, all at the same time; compares outputs with `expected`.
+    """Runs every way once per round and compares its outputs with the `expected` ones.
 
-    Arguments and result are those of `take_turns`. The ways may share a replica: each has its own
-    sequences there. Its KV blocks have to last for all of them.
+    Those that are a MeasuredWay run at the same time, after the others in turn. They may share a
+    replica: each has its own sequences there. Its KV blocks have to last for all of them.
+    `counts`: ways that get only so many of the requests, from the first.
     """
+    ours = {name: way for name, way in ways.items() if isinstance(way, MeasuredWay)}
     runs: dict[str, list[tuple[Outputs, float]]] = {name: [] for name in ways}
     for number in range(rounds):
-        for name, way in ways.items():
+        for name in [name for name in ways if name not in ours]:
+            asked = _asked(name, requests, counts, number)
+            begun_s = perf_counter()
+            outputs = ways[name](asked)
+            runs[name].append((outputs, perf_counter() - begun_s))
+        for name, way in ours.items():
             way.begin(_asked(name, requests, counts, number))
-        _run_together(ways, slice_s, backwards=bool(number % 2))
-        for name, way in ways.items():
+        _run_together(ours, backwards=bool(number % 2))
+        for name, way in ours.items():
             runs[name].append(([output.tokens for output in way.outputs], way.seconds))
     return tuple(Contender.of(name, runs[name], expected) for name in ways)
 
 
-def _run_together(ways: Mapping[str, MeasuredWay], slice_s: float, backwards: bool) -> None:
+def _run_together(ways: Mapping[str, MeasuredWay], backwards: bool) -> None:
     """To the end of all; every other turn is in reverse, so that none always follows another."""
     running = dict(ways)
     while running:
         for name in reversed(list(running)) if backwards else list(running):
             way = running[name]
-            end_s = way.seconds + slice_s
+            end_s = way.seconds + SLICE_S
             while way.seconds < end_s:
                 if not way.advance():
                     del running[name]

@@ -31,7 +31,6 @@ class OracleDrafter:
         probability: float,
         vocab: int,
         ragged: bool = True,
-        seed: int = 0,
         worker: Drafter | None = None,
     ) -> None:
         self._next: dict[tuple[int, ...], int] = {}
@@ -39,7 +38,7 @@ class OracleDrafter:
         self._probability = probability
         self._vocab = vocab
         self._ragged = ragged
-        self._rng = random.Random(seed)
+        self._rng = random.Random(0)
         self.rows: dict[str, int] = {}
         """Valid positions of each row, as it was told."""
         self._worker = worker

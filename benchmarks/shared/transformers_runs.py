@@ -6,7 +6,7 @@ text is not looked for, so that all ways do the same work.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -86,22 +86,17 @@ class Transformers:
         )
 
 
-def fastest_assistance(
-    models: Transformers,
-    requests: Sequence[Request],
-    candidates: Sequence[Assistance] = ASSISTANCES,
-    clock: Callable[[], float] = perf_counter,
-) -> Assistance:
+def fastest_assistance(models: Transformers, requests: Sequence[Request]) -> Assistance:
     """The setting of assisted generation that is fastest on a few of these requests."""
     few = requests[:TRIAL_PROMPTS]
 
     def seconds(how: Assistance) -> float:
-        begun_s = clock()
+        begun_s = perf_counter()
         models.assisted(few, how)
-        return clock() - begun_s
+        return perf_counter() - begun_s
 
-    models.assisted(few[:1], candidates[0])  # warm-up
+    models.assisted(few[:1], ASSISTANCES[0])  # warm-up
     # The better of two runs each, in turn: a pause of the machine must not decide.
-    turns = [[seconds(how) for how in candidates] for _ in range(2)]
+    turns = [[seconds(how) for how in ASSISTANCES] for _ in range(2)]
     best = [min(times) for times in zip(*turns, strict=True)]
-    return candidates[best.index(min(best))]
+    return ASSISTANCES[best.index(min(best))]

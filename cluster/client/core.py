@@ -13,10 +13,9 @@ from cluster.client.retry import (
     RETRY_AFTER_KEY,
     Attempts,
     Continuation,
-    OutOfTime,
     RetryPolicy,
-    StreamBroken,
     is_repeatable,
+    own_error,
     trailing,
     with_less_time,
     with_seed,
@@ -110,7 +109,9 @@ class Core:
             asked = whole.request(attempts.passed_s(self._clock()))
             left_s = self._left_s(attempts, timeout_s)
             call = self._stub.GenerateStream(asked, timeout=left_s, metadata=self._metadata)
-            broken: grpc.RpcError = StreamBroken()
+            broken = own_error(
+                grpc.StatusCode.UNAVAILABLE, "the stream ended before its last chunk"
+            )
             try:
                 while (chunk := await self._waits.read(call)) is not None:
                     if (seen := whole.take(chunk)) is not None:
@@ -166,15 +167,16 @@ class Core:
         return max(timeout_s - attempts.passed_s(self._clock()), 0.001)
 
     def _pause_s(self, attempts: Attempts, error: grpc.RpcError) -> float:
-        """Before the next attempt. Raises the error if none is to be made, or OutOfTime where only
-        the call's own time forbids it."""
+        """Before the next attempt. Raises the error if none is to be made, or DEADLINE_EXCEEDED
+        where only the call's own time forbids it."""
         now_s = self._clock()
         answered = error.code() not in _OWN_CODES or trailing(error, RETRY_AFTER_KEY) is not None
         self._reached = self._reached or answered or attempts.served(now_s)
         pause_s = attempts.pause_s(error, now_s, reached=self._reached)
         if pause_s is None:
             if attempts.is_over(now_s) and is_repeatable(error):
-                raise OutOfTime(error) from error
+                after = f"no time was left to ask again after {error.code().name}"
+                raise own_error(grpc.StatusCode.DEADLINE_EXCEEDED, after) from error
             raise error
         self.retries += 1
         return pause_s

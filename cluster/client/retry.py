@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import grpc
+import grpc.aio
 
 from protos import lockstep_pb2 as pb
 
@@ -68,38 +69,10 @@ _LAST_S = 0.01
 """With less of its own time left a call is not asked again."""
 
 
-class _OwnError(grpc.RpcError):  # type: ignore[misc]
-    """An error that no server has sent, with what every RpcError has."""
-
-    def __init__(self, code: grpc.StatusCode, details: str) -> None:
-        super().__init__()
-        self._code, self._details = code, details
-
-    def code(self) -> grpc.StatusCode:
-        return self._code
-
-    def details(self) -> str:
-        return self._details
-
-    def trailing_metadata(self) -> tuple[tuple[str, str], ...]:
-        return ()
-
-
-class StreamBroken(_OwnError):
-    """A stream ended with status OK but without its last chunk."""
-
-    def __init__(self) -> None:
-        super().__init__(grpc.StatusCode.UNAVAILABLE, "the stream ended before its last chunk")
-
-
-class OutOfTime(_OwnError):
-    """The call's own time was over when its connection broke."""
-
-    def __init__(self, broken: grpc.RpcError) -> None:
-        super().__init__(
-            grpc.StatusCode.DEADLINE_EXCEEDED,
-            f"no time was left to ask again after {broken.code().name}",
-        )
+def own_error(code: grpc.StatusCode, details: str) -> grpc.RpcError:
+    """An error that no server has sent."""
+    nothing = grpc.aio.Metadata()
+    return grpc.aio.AioRpcError(code, nothing, nothing, details)
 
 
 def is_repeatable(error: grpc.RpcError) -> bool:

@@ -6,69 +6,48 @@ from collections.abc import Sequence
 
 import pytest
 
-from benchmarks.shared.measured import Way, ratio, take_turns
+from benchmarks.shared.measured import Way, ratio, side_by_side
 from benchmarks.shared.transformers_runs import Transformers
 from scheduler.messages import Request
+from tests.cluster.fakes import Clock
 from tests.reference import plain_greedy
-from tests.tiny_pairs import target_model, tiny_pair
+from tests.tiny_pairs import target_model
 
 REQUESTS = [Request(str(n), tuple(range(3, 8 + 3 * n)), 12) for n in range(5)]
 
 
-class Turns:
-    """Ways whose runs take a given time, and the order in which they ran."""
+def test_ways_take_turns_and_ratios_are_of_one_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, order, salts = Clock(), list[str](), list[str]()
+    right, wrong = [[1, 2], [3, 4]], [[1, 2], [3, 5]]
 
-    def __init__(self) -> None:
-        self.now_s = 0.0
-        self.order: list[str] = []
-        self.salts: list[str] = []
-
-    def way(self, name: str, seconds: Sequence[float], outputs: Sequence[list[list[int]]]) -> Way:
+    def way(name: str, *rounds: tuple[float, list[list[int]]]) -> Way:
         def run(requests: Sequence[Request]) -> list[list[int]]:
-            number = self.order.count(name)
-            self.order.append(name)
-            self.salts += {request.cache_salt for request in requests}
-            self.now_s += seconds[number]
-            return outputs[number]
+            seconds, outputs = rounds[order.count(name)]
+            order.append(name)
+            salts.extend({request.cache_salt for request in requests})
+            clock.now_s += seconds
+            return outputs
 
         return run
 
-    def clock(self) -> float:
-        return self.now_s
-
-
-def test_ways_take_turns_and_ratios_are_of_one_round() -> None:
-    turns = Turns()
-    right, wrong = [[1, 2], [3, 4]], [[1, 2], [3, 5]]
     ways = {
-        "ours": turns.way("ours", [1.0, 4.0], [right, wrong]),
-        "theirs": turns.way("theirs", [2.0, 4.0], [right, right]),
+        "ours": way("ours", (1.0, right), (4.0, wrong)),
+        "theirs": way("theirs", (2.0, right), (4.0, right)),
     }
-    ours, theirs = take_turns(ways, REQUESTS[:2], 2, right, clock=turns.clock)
-    assert turns.order == ["ours", "theirs"] * 2
+    monkeypatch.setattr("benchmarks.shared.measured.perf_counter", clock)
+    ours, theirs = side_by_side(ways, REQUESTS[:2], 2, right)
+    assert order == ["ours", "theirs"] * 2
     # No run finds the prefixes of another.
-    assert len(turns.salts) == len(set(turns.salts)) == 4
+    assert len(salts) == len(set(salts)) == 4
     assert ours.tokens_per_s == (4.0, 1.0)
     assert ours.speed == 2.5
     assert (ours.identical, theirs.identical) == (1, 2)
     assert ratio((ours, theirs), "ours", "theirs") == 1.5
-    assert ratio((ours, theirs), "ours", "others") is None
-
-
-@pytest.fixture(scope="module")
-def models() -> Transformers:
-    pair = tiny_pair("llama")
-    return Transformers(target_model("llama"), pair.draft.model)
-
-
-@pytest.fixture(scope="module")
-def expected() -> list[list[int]]:
-    return [plain_greedy(target_model("llama"), request.prompt, 12) for request in REQUESTS]
 
 
 @pytest.mark.parametrize("batch", [1, 2, 8])
-def test_batched_generate_returns_the_callers_order(
-    models: Transformers, expected: list[list[int]], batch: int
-) -> None:
+def test_batched_generate_returns_the_callers_order(batch: int) -> None:
+    model = target_model("llama")
     shuffled = [REQUESTS[n] for n in (3, 0, 4, 2, 1)]
-    assert models.batched(shuffled, batch) == [expected[n] for n in (3, 0, 4, 2, 1)]
+    expected = [plain_greedy(model, request.prompt, 12) for request in shuffled]
+    assert Transformers(model, None).batched(shuffled, batch) == expected

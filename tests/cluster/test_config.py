@@ -88,21 +88,16 @@ def test_settings_that_cannot_share_a_pool_name_different_ones() -> None:
     assert from_args(same).pool_name == names[0]
 
 
-def test_a_serve_config_file_is_understood(tmp_path: Path) -> None:
-    path = tmp_path / "serve.yaml"
+def test_a_file_may_be_serves_an_empty_one_is_the_defaults_and_a_bad_one_an_error(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "settings.yaml"
     path.write_text(
         "grpc_options: {port: 9100}\nhttp_options: {host: 0.0.0.0, port: 8100}\n"
         "applications:\n- import_path: cluster.app:build\n  args: {replicas: 2}\n"
     )
-    config = from_file(path)
-    assert (config.replicas, config.server.grpc_port) == (2, 9100)
-    assert (config.server.http_host, config.server.http_port) == ("0.0.0.0", 8100)
-
-
-def test_an_empty_file_is_the_defaults_which_are_frozen_and_a_bad_one_is_an_error(
-    tmp_path: Path,
-) -> None:
-    path = tmp_path / "empty.yaml"
+    server = {"grpc_port": 9100, "http_host": "0.0.0.0", "http_port": 8100}
+    assert from_file(path) == from_args({"replicas": 2, "server": server})
     path.write_text("")
     config = from_file(path)
     assert config == ClusterConfig()

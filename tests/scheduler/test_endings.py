@@ -24,16 +24,6 @@ from scheduler.messages import (
 from tests.scheduler.hand import Hand, of_kind, only, rows_of
 
 
-def stepping(names: str = "a", **fields: object) -> Hand:
-    """These requests are in a speculate batch in flight."""
-    hand = Hand()
-    for name in names:
-        hand.submit(name, **fields)
-    hand.join()
-    hand.settle()
-    return hand
-
-
 def test_each_request_gets_its_own_tokens_whatever_the_order_of_rows() -> None:
     """Rows of a batch stand by length; the result may list them in any order."""
     hand = Hand()
@@ -85,9 +75,12 @@ def test_a_deadline_ends_waiting_and_running_requests_with_the_tokens_so_far() -
 
 
 def test_a_result_that_comes_with_the_deadline_still_counts() -> None:
-    hand = stepping(timeout_s=1.0, max_new_tokens=2)
+    hand = Hand()
+    hand.join()
+    hand.submit("a", max_new_tokens=2, timeout_s=1.0)
+    (batch,) = hand.settle()
     hand.now_s = 5.0
-    hand.done(hand.in_flight()[0], a=(1, 2))
+    hand.done(batch, a=(1, 2))
     assert hand.finishes["a"].reason is FinishReason.LENGTH
 
 

@@ -53,26 +53,20 @@ def test_one_that_was_accepted_is_served_whichever_replica_comes_back_first(
     assert [rows_of(batch) for batch in hand.in_flight("large")] == [["a"]]
 
 
-def test_one_that_no_pool_has_checked_is_refused_by_the_replicas_there_are() -> None:
-    """It was sent to a pool that went before it said whether one can serve it."""
+def test_one_that_no_pool_has_checked_is_refused_by_the_replicas_there_are_or_the_first() -> None:
+    """It was sent to a pool that went before it said whether one can serve it, or waits."""
     submit = Submit(Request("a", (1,) * 40, 40, committed=(1, 1)), accepted_before=True)
     hand = Hand()
     hand.join("small", kv_blocks=10)
     assert only(hand.tell(submit), Reject).field == "max_new_tokens"
     hand = Hand()
     hand.tell(submit)
+    hand.submit("b", prompt=(1, 5000), max_new_tokens=9)
+    hand.submit("c", max_new_tokens=9)
     hand.join("small", kv_blocks=10)
-    assert hand.finishes["a"].reason is FinishReason.FAILED
-
-
-def test_one_that_waits_fails_when_the_first_replica_shows_that_none_can_serve_it() -> None:
-    hand = Hand()
-    hand.submit("a", prompt=(1, 5000))
-    hand.submit("b")
-    hand.join()
-    assert hand.finishes["a"].reason is FinishReason.FAILED
-    assert hand.finishes["a"].message.startswith("prompt: ")
-    assert [rows_of(batch) for batch in hand.in_flight()] == [["b"]]
+    assert [hand.finishes[name].reason for name in "ab"] == [FinishReason.FAILED] * 2
+    assert hand.finishes["b"].message.startswith("prompt: ")
+    assert [rows_of(batch) for batch in hand.in_flight("small")] == [["c"]]
 
 
 def test_an_id_that_is_live_is_taken_until_its_batch_has_ended() -> None:

@@ -57,22 +57,17 @@ def test_the_same_seed_gives_the_same_world(seed: int) -> None:
 
 
 def test_a_crowded_world_keeps_the_waiting_bound_and_uses_its_replicas() -> None:
-    world, _, report = run(4, Knobs(requests=300, replicas=2, residents_max=64, **QUIET))
+    world, _, report = run(4, Knobs(requests=150, replicas=2, residents_max=64, **QUIET))
     figures = world.scheduler.snapshot().figures
     assert figures.steps > 100, "it is not crowded"
     assert figures.busy_s > 0.5 * 2 * report.ended_s
 
 
-def test_blocks_that_run_out_send_sequences_back_and_nothing_is_lost() -> None:
-    """Without it the other worlds could all be too roomy to prove anything about blocks."""
-    knobs = Knobs(requests=60, kv_reserve=0.0, **QUIET)
-    worlds = [run(seed, knobs)[0] for seed in range(20)]
-    assert sum(world.scheduler.snapshot().preempted for world in worlds) > 20
-
-
-def test_deadly_requests_kill_three_replicas_at_most_and_fail_alone() -> None:
-    knobs = Knobs(requests=40, cancels=0, deadly=1, **QUIET)
-    ends = [run(seed, knobs)[2].outcomes["q0"].end for seed in range(20)]
-    finishes = [one for one in ends if isinstance(one, Finish)]
-    failed = [one for one in finishes if one.reason is FinishReason.FAILED]
-    assert len(failed) > 10, "the deadly request hardly ever ran"
+def test_worlds_are_tight_and_deadly_enough_to_prove_something() -> None:
+    """In them blocks run out, and requests that kill replicas run; neither costs others a token."""
+    worlds = [run(seed, Knobs(requests=60, kv_reserve=0.0, **QUIET))[0] for seed in range(5)]
+    assert sum(world.scheduler.snapshot().preempted for world in worlds) > 5
+    deadly = Knobs(requests=40, cancels=0, deadly=1, **QUIET)
+    ends = [run(seed, deadly)[2].outcomes["q0"].end for seed in range(6)]
+    failed = [isinstance(one, Finish) and one.reason is FinishReason.FAILED for one in ends]
+    assert sum(failed) > 3

@@ -97,10 +97,11 @@ def test_an_answer_that_is_stopped_stays_as_far_as_it_came(running: Running) -> 
 def test_what_goes_wrong_is_told_and_leaves_the_conversation_as_it_is(
     running: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An interrupt at the prompt and of the figures, an unknown command, a refused question."""
+    """An interrupt at the prompt and of the figures, an unknown command, a refused question.
+    Before the first answer there are the server's figures alone."""
     text = answer(running)
     running.server.script.cuts = [None, (0, StatusCode.INVALID_ARGUMENT, "messages: too long")]
-    statuses = [pb.StatusResponse(), INTERRUPT]
+    statuses = [pb.StatusResponse(), pb.StatusResponse(), INTERRUPT]
 
     def status(_client: Client) -> object:
         if isinstance(said := statuses.pop(0), BaseException):
@@ -108,17 +109,12 @@ def test_what_goes_wrong_is_told_and_leaves_the_conversation_as_it_is(
         return said
 
     monkeypatch.setattr(Client, "status", status)
-    lines = [INTERRUPT, "hello", "/what", "/stats", "too long", "more", END]
+    lines = [INTERRUPT, "/stats", "hello", "/what", "/stats", "too long", "more", END]
     code, written, asked = talk(running, lines)
     assert (code, written.count(HELP)) == (0, 4)
-    assert "last answer: 7 tokens" in written
+    assert (written.count("server: "), written.count("last answer: 7 tokens")) == (1, 1)
     assert "INVALID_ARGUMENT: messages: too long" in written
     assert asked[2] == [("user", "hello"), ("assistant", text), ("user", "more")]
-
-
-def test_stats_tell_of_the_server_before_any_answer(running: Running) -> None:
-    _, written, _ = talk(running, ["/stats", END])
-    assert (written.count("server: "), written.count("last answer: ")) == (1, 0)
 
 
 def test_a_server_that_has_stopped_is_given_up_and_one_that_never_was_is_told_how_to_start(

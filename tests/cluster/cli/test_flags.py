@@ -1,5 +1,6 @@
-"""Proves: flags become the settings they name, over those of a file, and a wrong value is a
-sentence with the flag, the value and what is allowed."""
+"""Proves: flags become the settings they name, over those of a file, for every command that takes
+what drafts in the same words, and a wrong value is a sentence with the flag, the value and what is
+allowed."""
 
 from __future__ import annotations
 
@@ -8,12 +9,17 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 
-from cluster.cli import serve as cli_serve
+from cluster import verify
+from cluster.bench import session
+from cluster.cli import plan, serve as cli_serve
 from cluster.config import ClusterConfig
 from cluster.frontend.admission.keys import hash_of
+from replicas.config import SpeculativeConfig
 from tests.cluster.cli.command import lockstep
 
 
@@ -54,6 +60,51 @@ def test_flags_go_before_a_file_and_leave_the_rest_of_it(
     assert config.replicas_max == 7
     assert config.server.http_hosts == ("a.example", "b.example")
     assert config.auth.keys_file == str(tmp_path / "keys.yaml")
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (["serve"], {"method": "suffix", "num_speculative_tokens": 4, "adaptive": False}),
+        (["verify", "--prompts", __file__], {"method": "none"}),
+        (["bench", "--engine"], {"method": "eagle3", "model": "planted:head"}),
+        (["plan"], {"method": "draft_model", "model": "tiny", "num_speculative_tokens": 8}),
+    ],
+)
+def test_a_command_drafts_by_what_a_flag_says_or_else_a_file(
+    command: list[str], said: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    used: list[SpeculativeConfig] = []
+
+    def end(config: Any) -> None:
+        """Where the command would load a replica of these settings."""
+        used.append(getattr(config, "replica", config).drafting)
+        raise typer.Exit
+
+    monkeypatch.setattr(cli_serve, "serve_until_signal", lambda config, *_: end(config))
+    monkeypatch.setattr("cluster.files.read_prompts", lambda *_: ["x"])
+    monkeypatch.setattr(verify, "verify", lambda _, config, *__: end(config))
+    monkeypatch.setattr(session, "engine", lambda config, _: end(config))
+    monkeypatch.setattr(plan, "print_plan", lambda config, _: end(config))
+    path = tmp_path / "settings.yaml"
+    path.write_text("target: x/y\nspeculative: {method: suffix, num_speculative_tokens: 3}\n")
+    for flags in (["--speculative-config", json.dumps(said)], []):
+        lockstep(*command, "--config", str(path), *flags)
+    of_the_file = SpeculativeConfig(method="suffix", num_speculative_tokens=3)
+    assert used == [SpeculativeConfig(**said), of_the_file]
+
+
+def test_the_word_none_is_the_method_and_null_the_default(
+    served: list[ClusterConfig], tmp_path: Path
+) -> None:
+    path = tmp_path / "settings.yaml"
+    for text in ("speculative: none", "replica: {speculative: none}", "speculative: null"):
+        path.write_text(f"target: x/y\n{text}\n")
+        lockstep("serve", "--config", str(path))
+    for flag in ("--speculative-config=none", "--speculative-config=null", "--draft=null"):
+        lockstep("serve", "x/y", flag)
+    methods = ["none", "none", "suffix", "none", "suffix", "none"]
+    assert [one.replica.drafting.method for one in served] == methods
 
 
 def test_flags_of_other_servers_are_settings(served: list[ClusterConfig]) -> None:

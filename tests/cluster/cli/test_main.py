@@ -1,4 +1,5 @@
-"""Proves: the command starts fast, reads its inputs strictly and says what is wrong."""
+"""Proves: the command starts fast, reads its inputs, key and certificates among them, strictly,
+says what is wrong, and shows no key to anybody."""
 
 from __future__ import annotations
 
@@ -17,6 +18,9 @@ from rich.console import Console
 from cluster.cli import generate as cli_generate
 from cluster.cli.generate import figures
 from cluster.cli.status import shown, watch_status
+from cluster.client.channel import Server
+from cluster.config import ConfigError
+from cluster.config_sources import api_key
 from cluster.files import PromptsError, read_prompts
 from protos import lockstep_pb2 as pb
 from tests.cluster.cli.command import lockstep
@@ -35,30 +39,19 @@ def test_the_version_is_that_of_the_package() -> None:
     assert lockstep("--version") == f"lockstep {version('lockstep')}\n"
 
 
-def test_an_option_that_would_do_nothing_is_refused_by_name() -> None:
-    said = lockstep("status", "--watch", "--json", "--address", NOWHERE, code=2)
-    assert "--watch: not with --json" in said
-
-
-@pytest.fixture
-def sent(monkeypatch: pytest.MonkeyPatch) -> list[pb.GenerateRequest]:
-    """What `lockstep generate` would have sent, in order."""
-    requests: list[pb.GenerateRequest] = []
+def test_generate_sends_class_and_salt(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[pb.GenerateRequest] = []
 
     def generate(server: object, prompt: str, options: dict[str, Any], as_json: bool) -> int:
-        requests.append(pb.GenerateRequest(prompt=prompt, **options))
+        sent.append(pb.GenerateRequest(prompt=prompt, **options))
         return 0
 
     monkeypatch.setattr(cli_generate, "generate", generate)
-    return requests
-
-
-def test_generate_sends_class_and_salt(sent: list[pb.GenerateRequest]) -> None:
     for priority in ("high", "normal", "low"):
         lockstep("generate", "x", "--priority", priority, "--cache-salt", "mine")
-        request = sent.pop()
-        assert pb.Priority.Name(request.priority) == f"PRIORITY_{priority.upper()}"
-        assert request.cache_salt == "mine"
+        of_class = pb.Priority.Value(f"PRIORITY_{priority.upper()}")
+        expected = pb.GenerateRequest(prompt="x", priority=of_class, cache_salt="mine")
+        assert sent.pop() == expected
 
 
 @pytest.mark.parametrize(
@@ -67,15 +60,48 @@ def test_generate_sends_class_and_salt(sent: list[pb.GenerateRequest]) -> None:
         (["generate", "x", "--top-k", str(2**31)], "top_k"),
         (["chat", "--max-new-tokens", str(2**31)], "max_new_tokens"),
         (["demo", "--grpc-port", "70000"], "server.grpc_port: must be at most 65535, is 70000"),
+        (["status", "--watch", "--json", "--address", NOWHERE], "--watch: not with --json"),
     ],
 )
-def test_a_number_that_is_too_large_is_refused_by_name(args: list[str], said: str) -> None:
+def test_an_option_that_is_out_of_range_or_would_do_nothing_is_refused_by_name(
+    args: list[str], said: str
+) -> None:
     assert said in lockstep(*args, code=2)
 
 
 @pytest.mark.parametrize("args", [["status"], ["bench"], ["generate", "x"]])
 def test_no_server_is_an_error_with_a_sentence(args: list[str]) -> None:
     assert NOWHERE in lockstep(*args, "--address", NOWHERE, code=1)
+
+
+def test_a_key_is_in_no_log_and_one_of_a_file_goes_before_the_environment(tmp_path: Path) -> None:
+    assert "secret" not in repr(Server("localhost:1", "secret"))
+    path = tmp_path / "key"
+    path.write_text("from-file\n")
+    environment = {"LOCKSTEP_API_KEY": " from-environment\n"}
+    assert api_key(path, environment) == "from-file"
+    assert api_key(None, environment) == "from-environment"
+    assert api_key(None, {}) is None
+    assert api_key(None, {"LOCKSTEP_API_KEY": " "}) is None
+
+
+@pytest.mark.parametrize("content", ["", "\n", "two words", "a\nb", "schlüssel", "a\x00b"])
+def test_what_is_no_key_is_refused_without_being_shown(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "key"
+    path.write_text(content)
+    with pytest.raises(ConfigError) as caught:
+        api_key(path, {})
+    assert not content.strip() or content not in str(caught.value)
+    lockstep("status", "--api-key-file", str(path), code=2)
+
+
+def test_a_missing_file_or_half_a_certificate_is_a_wrong_option(tmp_path: Path) -> None:
+    for option in ("--api-key-file", "--tls-ca", "--tls-cert", "--tls-key"):
+        assert option in lockstep("status", option, str(tmp_path / "none"), code=2)
+    (tmp_path / "half").touch()
+    for option in ("--tls-cert", "--tls-key"):
+        said = lockstep("generate", "x", option, str(tmp_path / "half"), code=2)
+        assert "cert: a client certificate and its key belong together" in said
 
 
 def test_prompt_files(tmp_path: Path) -> None:

@@ -38,22 +38,19 @@ def test_each_case_has_its_figures(tmp_path: Path) -> None:
         assert case["over_time"][-1]["committed_tokens"] == case["new_tokens"]
 
 
-def test_who_is_refused_is_shown(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("lengths", "code"), [("20..65535", 0), ("65535", 1)])
+def test_who_is_refused_is_shown_and_that_nothing_finished_is_an_error(
+    lengths: str, code: int, tmp_path: Path
+) -> None:
     path = tmp_path / "figures.json"
-    args = ["simulate", "--in-flight", "4", "--requests", "10", "--new-tokens", "20..65535"]
-    said = lockstep(*args, "--pool-cost", "none", "--json", str(path))
+    args = ["simulate", "--in-flight", "4", "--requests", "10", "--new-tokens", lengths]
+    said = lockstep(*args, "--pool-cost", "none", "--json", str(path), code=code)
     (case,) = json.loads(path.read_text())["cases"]
-    assert 0 < case["refused"] < case["requests"] == case["refused"] + case["finished"]
+    assert 0 < case["refused"] <= case["requests"] == case["refused"] + case["finished"]
+    assert (case["finished"] == 0) == ("no request finished" in said) == (code == 1)
     assert f"10, {case['refused']}" in said
     assert f"refused, the first: {case['refusal']}" in said
     assert case["refusal"].startswith("max_new_tokens")
-
-
-def test_where_nothing_finished_there_is_a_report_and_an_error(tmp_path: Path) -> None:
-    path = tmp_path / "figures.json"
-    args = ["--rate", "10", "--requests", "5", "--prompt-tokens", "40000", "--json", str(path)]
-    assert "no request finished" in lockstep("simulate", *args, code=1)
-    assert [case["refused"] for case in json.loads(path.read_text())["cases"]] == [5]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from copy import copy
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 from fastapi import FastAPI
@@ -22,6 +22,8 @@ from cluster.frontend.http_api.app import http_app
 from cluster.frontend.target_text import TargetText
 from protos import lockstep_pb2 as pb
 from replicas.config import ReplicaConfig
+from replicas.decoding import Grammars, load_grammars
+from replicas.models.pair import Pair, load_pair
 from replicas.replica import Replica
 from tests.cluster.fakes import load_fake_text, tokenizer
 from tests.cluster.frontend.rig import CONFIG, frontend
@@ -252,6 +254,20 @@ def tiny_text() -> TargetText:
     return TargetText.load(PAIR)
 
 
+@cache
+def tiny_parts() -> tuple[Pair, Grammars | None]:
+    pair = load_pair(PAIR)
+    return pair, load_grammars(PAIR, pair.target.config.vocab_size)
+
+
+def load_tiny() -> Replica:
+    """A new replica over models and grammars that are loaded once."""
+    pair, grammars = tiny_parts()
+    replica = Replica(pair, PAIR)
+    replica.grammars = grammars
+    return replica
+
+
 def templated(template: str | dict[str, str]) -> TargetText:
     """The tiny target with this chat template."""
     encoder = copy(tiny_text().encoder)
@@ -268,5 +284,5 @@ async def served_tiny(
     """With the tiny pair behind it."""
     config = config.model_copy(update={"replica": PAIR})
     text = tiny_text() if template is None else templated(template)
-    async with served(config, text, load=partial(Replica.load, PAIR), **options) as both:
+    async with served(config, text, load=load_tiny, **options) as both:
         yield both

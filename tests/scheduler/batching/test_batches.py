@@ -1,12 +1,10 @@
-"""Proves which batches a replica gets: prefill and steps in turn, full batches, no idle replica;
-and that one of several steps ends early when a row waits for it. That a cancelled row ends it is
-shown in test_endings."""
+"""Proves which batches a replica gets: full ones, no idle replica; and that one of several steps
+ends early when a row waits for it. That a cancelled row ends it is shown in test_endings, that
+prefill and steps go in turn in test_prefill."""
 
 from __future__ import annotations
 
-import itertools
-
-from scheduler.messages import Action, BatchKind, Interrupt
+from scheduler.messages import Action, Interrupt
 from tests.scheduler.hand import Hand, batches_of, of_kind, rows_of
 
 
@@ -18,19 +16,6 @@ def test_a_replica_gets_no_batch_of_more_rows_than_its_memory_lasts_for() -> Non
     hand.work(30)
     assert max(len(batch.rows) for batch in hand.batches.values()) == 3
     assert {batch.draft_len for batch in hand.batches.values() if batch.rows} == {2}
-
-
-def test_prefill_batches_do_not_follow_each_other_while_rows_are_ready() -> None:
-    hand = Hand(rows_max=2, prefill_rows_max=1)
-    hand.join()
-    for index in range(12):
-        hand.submit(str(index))
-    kinds = []
-    for _ in range(40):
-        kinds += [batch.kind for batch in batches_of(hand.work())]
-    assert all(str(index) in hand.tokens for index in range(12)), "a row starved"
-    after_first_step = kinds[kinds.index(BatchKind.SPECULATE) :]
-    assert (BatchKind.PREFILL, BatchKind.PREFILL) not in set(itertools.pairwise(after_first_step))
 
 
 def test_a_prefill_batch_keeps_its_budget_of_rows_and_tokens() -> None:

@@ -29,15 +29,18 @@ def test_a_long_prompt_is_filled_in_chunks_and_its_content_is_sent_once() -> Non
     assert (batch.kind, batch.rows[0].length) == (BatchKind.SPECULATE, 26)
 
 
-def test_running_rows_step_between_two_chunks() -> None:
-    hand = Hand(prefill_tokens_max=10, rows_max=2)
+def test_running_rows_step_between_two_prefills_of_one_prompt_or_of_several() -> None:
+    hand = Hand(prefill_tokens_max=10, prefill_rows_max=1, rows_max=2)
     hand.join()
     hand.submit("a")
     hand.work(3)
+    for index in range(10):
+        hand.submit(str(index))
     hand.submit("long", length=101)
-    hand.work(25)
+    hand.work(50)
     kinds = [batch.kind for batch in hand.batches.values()][1:]
-    assert len(prefills(hand)) == 11
+    assert len(prefills(hand)) == 21
+    assert all(str(index) in hand.tokens for index in range(10)), "a row starved"
     assert (BatchKind.PREFILL, BatchKind.PREFILL) not in itertools.pairwise(kinds)
     stepped = [batch for batch in hand.batches.values() if batch.rows]
     assert len(rows_of(stepped[-1])) == 2, "the long one steps with the other in the end"

@@ -89,10 +89,13 @@ def calibrated() -> LatencyTable:
     return table
 
 
-def test_a_calibration_is_enough_to_know_what_steps_take() -> None:
+def test_a_calibration_is_enough_to_know_what_steps_take_and_what_took_no_time_is_none() -> None:
+    idle = LatencyTable()
+    idle.observe_step(8, 4, 800, 0.0, 0.0)
+    idle.observe_prefill(40, 0, 0.0)
+    assert (idle.known, len(idle.step), len(idle.prefill)) == (False, 0, 0)
     table = calibrated()
     assert table.known
-    assert not LatencyTable().known
     assert table.step_s(8, 2, 512) == pytest.approx(line(24, 512) + 2 * DRAFT_S, rel=0.05)
     assert table.steps_s(8, 4, 512) == [table.step_s(8, k, 512) for k in range(5)]
 
@@ -131,11 +134,3 @@ def test_a_prefill_takes_what_it_fills_and_what_was_filled_before() -> None:
     for begin in (4000, 20_000, 9000):
         table.observe_prefill(256, 256 * begin, truth(256, begin))
     assert table.prefill_s(200, 10_000) == pytest.approx(truth(200, 10_000), rel=0.05)
-
-
-def test_what_took_no_time_tells_nothing() -> None:
-    table = LatencyTable()
-    table.observe_step(8, 4, 800, 0.0, 0.0)
-    table.observe_prefill(40, 0, 0.0)
-    assert not len(table.step)
-    assert not len(table.prefill)

@@ -119,25 +119,22 @@ def test_a_row_that_failed_alone_goes_to_another_replica_if_one_could_hold_it(
     assert [name for name in "rs" if hand.in_flight(name)] == [goes]
 
 
-def test_the_row_queued_second_goes_into_quarantine_too() -> None:
-    """The result of the batch before it may have died with the replica."""
+@pytest.mark.parametrize("by_batch", [True, False])
+def test_rows_of_both_batches_go_into_quarantine_but_not_if_their_replica_left_by_itself(
+    by_batch: bool,
+) -> None:
+    """Also of the one queued second: the result of the first may have died with the replica."""
     hand = Hand(rows_max=2, draft_len=0)
     hand.join()
     for name in "abcd":
         hand.submit(name)
     hand.settle()
     first, second = hand.in_flight()
-    hand.lose()
+    hand.lose(by_batch=by_batch)
     hand.join("s")
-    quarantined = {one.id for one in hand.sequences() if one.quarantined}
-    assert quarantined == {*rows_of(first), *rows_of(second)}
-
-
-def test_a_replica_that_leaves_by_itself_puts_no_row_into_quarantine() -> None:
-    hand = crowd(4)
-    hand.lose(by_batch=False)
-    assert not any(one.quarantined or one.record.failures for one in hand.sequences())
-    assert hand.records == {}
+    quarantined = {one.id for one in hand.sequences() if one.quarantined and one.record.failures}
+    assert quarantined == ({*rows_of(first), *rows_of(second)} if by_batch else set())
+    assert bool(hand.records) == by_batch
 
 
 def test_a_token_ends_the_quarantine() -> None:

@@ -225,24 +225,19 @@ def test_what_a_replica_commits_is_known_from_enough_work(
     assert found == expected
 
 
-def test_each_shard_is_judged_by_its_own_queue() -> None:
+def test_the_figure_follows_what_is_measured_of_all_replicas() -> None:
+    """Each shard is judged by its own queue."""
     meter = CapacityMeter(300.0, rows_max=8)
     for busy_s in (0, 2):
         busy = seen("a", busy_s, 500 * busy_s, 10 * busy_s, 8)
         idle = seen("b", busy_s, 50 * busy_s, 10 * busy_s, 1)
         meter.look(status(5, busy), status(0, idle))
     assert meter.tokens_per_s == 500.0
-
-
-def test_the_figure_follows_what_is_measured_of_all_replicas() -> None:
-    meter = CapacityMeter(300.0, rows_max=8)
     for second in range(400):
-        busy_s = float(second)
-        committed = int(second * 1000)
-        replicas = (seen(name, busy_s, committed, second, 8) for name in "ab")
+        replicas = (seen(name, second, 1000 * second, second, 8) for name in "cd")
         meter.look(status(0, *replicas))
     assert meter.tokens_per_s == pytest.approx(1000.0)
     for second in range(400, 800):
         committed = 400_000 + (second - 400) * 200
-        meter.look(status(0, seen("a", float(second), committed, second, 8)))
+        meter.look(status(0, seen("c", second, committed, second, 8)))
     assert meter.tokens_per_s == pytest.approx(200.0, rel=0.05)

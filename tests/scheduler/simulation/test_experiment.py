@@ -1,11 +1,12 @@
-"""Experiments lose no request, and agree with queueing theory and with sums."""
+"""Arrivals have the rates and lengths asked for; experiments over them lose no request, and agree
+with queueing theory and with sums."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
 from random import Random
-from statistics import fmean
+from statistics import fmean, median
 
 import pytest
 
@@ -17,6 +18,8 @@ from scheduler.simulation import (
     Setup,
     WorkloadRequest,
     drawn,
+    lognormal,
+    parse_lengths,
     poisson,
     uniform,
 )
@@ -40,15 +43,46 @@ def requests(count: int, rate: float | None, seed: int, new: int = 30) -> list[W
     return drawn(arrivals, count, uniform(5, 60), uniform(1, new), 0.7, rng)
 
 
-def run(
-    made: Setup, count: int, rate: float | None = None, seed: int = 0, new: int = 30
-) -> Figures:
-    return Experiment(made, requests(count, rate, seed, new), Random(seed)).run()
+def run(made: Setup, count: int, rate: float | None = None, new: int = 30) -> Figures:
+    return Experiment(made, requests(count, rate, 0, new), Random(0)).run()
 
 
-@pytest.mark.parametrize("shards", [1, 2])
-@pytest.mark.parametrize("in_flight", [None, 12])
-@pytest.mark.parametrize("pool_batch_s", [0.0, 0.001])
+def test_draws_are_distributed_as_asked_and_a_seed_repeats_them() -> None:
+    def draws(seed: int) -> list[WorkloadRequest]:
+        rng = Random(seed)
+        return drawn(poisson(5, rng), 2000, uniform(3, 9), lognormal(50, 0.5), 0.7, rng)
+
+    made = draws(3)
+    assert draws(3) == made != draws(2)
+    assert made[-1].at_s == pytest.approx(2000 / 5, rel=0.1)
+    assert {one.prompt_tokens for one in made} == set(range(3, 10))
+    assert median(one.new_tokens for one in made) == pytest.approx(50, rel=0.1)
+    assert [one.at_s for one in made] == sorted(one.at_s for one in made)
+    assert {one.at_s for one in drawn(None, 3, uniform(1, 1), uniform(1, 1), 0.7, Random(0))} == {0}
+
+
+@pytest.mark.parametrize(
+    ("text", "lengths"),
+    [("7", uniform(7, 7)), ("3..9", uniform(3, 9)), ("lognormal:200:0.8", lognormal(200.0, 0.8))],
+)
+def test_lengths_are_read_and_cut(text: str, lengths: object) -> None:
+    first, second = Random(0), Random(0)
+    read = parse_lengths(text)
+    assert [read(first) for _ in range(50)] == [lengths(second) for _ in range(50)]  # type: ignore[operator]
+    assert max(lognormal(100, 3, most=120)(first) for _ in range(50)) == 120
+
+
+@pytest.mark.parametrize(
+    "text", ["", "0", "9..3", "x", "lognormal:0:1", "lognormal:5", "lognormal:5:-1"]
+)
+def test_wrong_lengths_say_what_was_expected(text: str) -> None:
+    with pytest.raises(ValueError, match=r"expected N, N\.\.M or lognormal"):
+        parse_lengths(text)
+
+
+@pytest.mark.parametrize(
+    ("shards", "in_flight", "pool_batch_s"), [(1, None, 0.0), (2, None, 0.001), (2, 12, 0.0)]
+)
 def test_every_request_ends_with_all_its_tokens(
     shards: int, in_flight: int | None, pool_batch_s: float
 ) -> None:
@@ -72,9 +106,12 @@ def test_refused_requests_end_too() -> None:
 
 @pytest.mark.parametrize("at_s", [0.0, 1.7e9])
 def test_a_lone_request_takes_its_prefill_its_steps_and_its_messages(at_s: float) -> None:
-    """20 tokens at acceptance 1 and k = 4: four steps, the first of them in a batch of its own."""
+    """20 tokens at acceptance 1 and k = 4: four steps, the first of them in a batch of its own.
+    Of tokens that come at once there is no time per token, as in `cluster.bench.figures`."""
     config = SchedulerConfig(draft_len=4)
     made = setup(replicas=1, message_s=(0.001, 0.001), config=config)
+    figures = Experiment(made, [WorkloadRequest(at_s, 10, 5, 1.0)], Random(0)).run()
+    assert (figures.tokens, figures.per_token_s) == (5, [])
     figures = Experiment(made, [WorkloadRequest(at_s, 10, 20, 1.0)], Random(0)).run()
     way_s, back_s = 0.001, 0.002
     batches_s = (0.002, 0.010, 0.030)
@@ -87,13 +124,6 @@ def test_a_lone_request_takes_its_prefill_its_steps_and_its_messages(at_s: float
     assert figures.samples[0].at_s == at_s
     assert figures.elapsed_s == near(expected_s)
     assert figures.tokens_per_s() == near(20 / expected_s)
-
-
-def test_tokens_that_come_at_once_have_no_time_per_token() -> None:
-    """As in `cluster.bench.figures`."""
-    made = setup(replicas=1, config=SchedulerConfig(draft_len=4))
-    figures = Experiment(made, [WorkloadRequest(0.0, 10, 5, 1.0)], Random(0)).run()
-    assert (figures.tokens, len(figures.per_token_s)) == (5, 0)
 
 
 ONE_BY_ONE = SchedulerConfig(residents_max=1, rows_max=1, draft_len=0, steps_per_batch_max=1)

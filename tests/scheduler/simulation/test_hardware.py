@@ -33,13 +33,10 @@ def prefill(begin: int, until: int | None, tokens: int) -> Batch:
     return Batch(1, "r", BatchKind.PREFILL, prefill=(row,))
 
 
-def test_a_pass_of_few_tokens_is_bound_by_its_bytes() -> None:
+def test_a_pass_of_few_tokens_is_bound_by_its_bytes_one_of_many_by_its_operations() -> None:
     assert (TINY.body, TINY.head, TINY.kv_bytes) == (BODY, HEAD, 2 * 2 * 2 * 1 * 5)
     spent_s = forward_s(PLAIN, TINY, tokens=1, kv_positions=30, attended=30)
     assert spent_s == pytest.approx((2 * (BODY + HEAD) + 30 * 40) / 1e9 + 2 * 0.001)
-
-
-def test_a_pass_of_many_tokens_is_bound_by_its_operations() -> None:
     tokens = 1_000_000
     spent_s = forward_s(PLAIN, TINY, tokens, kv_positions=1, attended=7, head=False)
     operations = 2 * BODY * tokens + 4 * 7 * 2 * 2 * 5

@@ -77,25 +77,19 @@ def test_a_batch_that_a_real_replica_could_not_run_is_an_assertion(
         replica.receive(batch)
 
 
-def test_a_row_is_not_released_while_a_batch_holds_it(replica: SimulatedReplica) -> None:
-    batch = steps(2, StepRow("a", 3, 2, 10))
-    replica.receive(batch)
-    with pytest.raises(AssertionError, match="a batch holds"):
-        replica.release(Release("r", ("a",)))
-    replica.fail(batch)
-    replica.release(Release("r", ("a",)))
-    assert not replica.residents
-
-
-def test_a_failed_prefill_leaves_nothing_and_is_released_all_the_same(
+def test_a_row_is_released_once_no_batch_holds_it_and_a_failed_prefill_leaves_nothing(
     replica: SimulatedReplica,
 ) -> None:
-    batch = prefill(2, "b")
-    replica.receive(batch)
-    replica.fail(batch)
-    assert list(replica.residents) == ["a"]
-    replica.release(Release("r", ("b",)))
-    run(replica, prefill(3, "b", blocks=38))
+    for batch in (prefill(2, "b"), steps(3, StepRow("a", 3, 2, 10))):
+        replica.receive(batch)
+        (row,) = batch.prefill or batch.rows
+        with pytest.raises(AssertionError, match="a batch holds"):
+            replica.release(Release("r", (row.sequence_id,)))
+        replica.fail(batch)
+        assert list(replica.residents) == ["a"]
+        replica.release(Release("r", (row.sequence_id,)))
+    assert not replica.residents
+    run(replica, prefill(4, "b", blocks=38))
 
 
 def test_a_batch_ends_early_once_a_row_has_finished(replica: SimulatedReplica) -> None:

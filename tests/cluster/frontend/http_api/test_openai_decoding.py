@@ -132,16 +132,21 @@ async def test_both_edges_give_the_same_tokens_for_the_same_fields() -> None:
     """And other ones than without them, so that none is ignored."""
     async with served_tiny() as (made, app):
         plain = (await whole(app, prompt=PROMPT, max_tokens=24, temperature=0))["text"]
-        for fields, http_fields in SAME:
+
+        async def agree(fields: dict[str, Any], http_fields: dict[str, Any]) -> None:
             given = {"prompt": PROMPT} if fields is not IDS else {}
             asked = ParseDict(given | fields, pb.GenerateRequest(max_new_tokens=24))
-            answer = await made.Generate(asked, Context())
             options = {"prompt": PROMPT, "temperature": 0} | (http_fields or fields)
-            said = await whole(app, max_tokens=24, return_token_ids=True, **options)
+            answer, said = await asyncio.gather(
+                made.Generate(asked, Context()),
+                whole(app, max_tokens=24, return_token_ids=True, **options),
+            )
             assert said["token_ids"] == list(answer.token_ids), fields
             assert said["text"] == answer.text
             if "min_tokens" not in fields:
                 assert said["text"] != plain, fields
+
+        await asyncio.gather(*(agree(*same) for same in SAME))
     named = {name for fields, _ in SAME for name in fields} | ELSEWHERE
     assert named == HTTP_OF_GRPC.keys()
 

@@ -47,7 +47,7 @@ def slow() -> AbstractAsyncContextManager[tuple[GrpcApi, FastAPI]]:
     """Each time a server with another seed of its own; an event has a token or two."""
     small = {"draft_len": 0, "steps_per_batch_max": 1}
     config = {"seed": next(SEEDS), "scheduler": small, "frontend": {"coalesce_ms": 1}}
-    return served(from_args(config), step_s=0.02)
+    return served(from_args(config), step_s=0.01)
 
 
 CASES: dict[str, tuple[Frontend, str, dict[str, Any]]] = {

@@ -66,8 +66,18 @@ async def test_calls_have_the_arguments_of_their_schema(template: str | dict[str
             "parallel_tool_calls": False,
         }
         named = {"type": "function", "function": {"name": "weather"}}
-        for choice in ("required", named):
-            body = await post(app, "chat/completions", **fields, n=4, tool_choice=choice)
+        # A strict tool binds what is called, but not whether.
+        strict = [{"type": "function", "function": WEATHER | {"strict": True}}]
+        *bodies, free, streamed = await asyncio.gather(
+            post(app, "chat/completions", **fields, n=4, tool_choice="required"),
+            post(app, "chat/completions", **fields, n=4, tool_choice=named),
+            post(app, "chat/completions", **(fields | {"tools": strict}), n=4),
+            post(app, "chat/completions", **fields, tool_choice=named, stream=True),
+        )
+        for one in free.json["choices"]:
+            for call in one["message"].get("tool_calls", []):
+                assert json.loads(call["function"]["arguments"])["city"] in ("Rome", "Oslo")
+        for choice, body in zip(("required", named), bodies, strict=True):
             choices = body.json["choices"]
             for one in choices:
                 assert one["finish_reason"] == "tool_calls"
@@ -78,7 +88,6 @@ async def test_calls_have_the_arguments_of_their_schema(template: str | dict[str
                 if call["function"]["name"] == "weather":
                     assert given["city"] in ("Rome", "Oslo")
                     assert given["days"] in (1, 2, 3)
-        streamed = await post(app, "chat/completions", **fields, tool_choice=named, stream=True)
         called = choices[0]["message"]["tool_calls"][0]["function"]
         [one] = together(numbered(streamed))["choices"].values()
         assert one["calls"] == {0: [called["name"], called["arguments"]]}
@@ -94,10 +103,11 @@ async def test_calls_have_the_arguments_of_their_schema(template: str | dict[str
             temperature=1,
             seed=4,
         )
-        answer = await made.Generate(asked, Context())
+        answer, chunks = await asyncio.gather(
+            made.Generate(asked, Context()), stream(made, asked, Context())
+        )
         assert [as_http(call) for call in answer.tool_calls] == [called]
         assert not answer.text
-        chunks = await stream(made, asked, Context())
         calls = [call for chunk in chunks for call in chunk.tool_calls]
         assert [as_http(call) for call in calls] == [called]
         came = pb.ToolCall(name="weather", arguments=call["function"]["arguments"], id="c")
@@ -112,12 +122,6 @@ async def test_calls_have_the_arguments_of_their_schema(template: str | dict[str
             **(fields | {"messages": [*ASKED, turn, result], "tool_choice": "none"}),
         )
         assert more.json["choices"][0]["message"]["content"] == more_over_grpc.text
-        # A strict tool binds what is called, but not whether.
-        strict = [{"type": "function", "function": WEATHER | {"strict": True}}]
-        free = await post(app, "chat/completions", **(fields | {"tools": strict}), n=4)
-        for one in free.json["choices"]:
-            for call in one["message"].get("tool_calls", []):
-                assert json.loads(call["function"]["arguments"])["city"] in ("Rome", "Oslo")
 
 
 async def test_log_probabilities_are_of_the_tokens_of_calls_too() -> None:
