@@ -79,7 +79,6 @@ def pool_of(tokens: int, waiting: int = 0) -> PoolStatus:
     return PoolStatus(waiting, waiting, (), {}, outstanding_tokens=tokens)
 
 
-<<<<<<< HEAD
 def test_the_number_follows_what_all_shards_say(monkeypatch: pytest.MonkeyPatch) -> None:
     pools = Pools(None, pool_of(0))
     policy = pools.policy(monkeypatch)
@@ -111,79 +110,6 @@ def test_nothing_is_removed_for_what_cannot_be_seen(monkeypatch: pytest.MonkeyPa
     assert seen == [3, 3, 3, 3, 3, 3, 3, 2]
     assert pools.asked_s == looks
     assert len(pools.found) == 4
-=======
-def test_a_pool_that_hangs_holds_up_nobody_and_its_thread_ends_with_the_policy() -> None:
-    before = set(threading.enumerate())
-    gate, answered = threading.Event(), threading.Event()
-
-    def hang() -> PoolStatus:
-        gate.wait(60)
-        answered.set()
-        return pool_of(10_000, waiting=5)
-
-    policy = policy_of(hang, time.monotonic)
-    try:
-        assert {decide(policy, 2) for _ in range(100)} == {2}
-        assert not answered.is_set(), "it was waited for"
-        [thread] = set(threading.enumerate()) - before
-    finally:
-        gate.set()
-    del policy
-    thread.join(BOUND_S)
-    assert not thread.is_alive()
-
-
-def test_the_number_follows_the_pool_and_nothing_is_removed_for_what_cannot_be_seen() -> None:
-    """Idle before and after, and nobody knows what was between: no answer, or one that makes no
-    sense. It is asked once a look."""
-    clock = Clock()
-    asked = []
-
-    def ask() -> Any:
-        asked.append(clock.now_s)
-        if clock.now_s == 30:
-            return None
-        if 10 <= clock.now_s <= 210:
-            raise ValueError("no answer")
-        return pool_of(2500 if clock.now_s > 300 else 0)
-
-    policy = policy_of(ask, clock)
-    seen = []
-    looks = [0, 10, 30, 200, 210, 211, 229, 231, 301, 303]
-    for now_s in looks:
-        clock.now_s = float(now_s)
-        seen.append(settle(policy, 3 if now_s < 300 else 1))
-        decide(policy, 3)
-    assert seen == [3, 3, 3, 3, 3, 3, 3, 2, 1, 3]
-    assert asked == looks
-
-
-def test_all_shards_are_seen_or_none_and_looked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    tokens: dict[str, int | None] = {"a": 10, "b": 20}
-    found: list[str] = []
-
-    def get_actor(name: str, namespace: str) -> Any:
-        found.append(name)
-        return SimpleNamespace(status=SimpleNamespace(remote=lambda: name))
-
-    def get(asked: list[str], timeout: float) -> list[PoolView]:
-        if None in tokens.values():
-            raise GetTimeoutError
-        return [PoolView(name, 1.0, pool_of(tokens[name] or 0)) for name in asked]
-
-    ray = SimpleNamespace(get_actor=get_actor, get=get)
-    monkeypatch.setattr("cluster.autoscaling.ray", ray)
-    pools = Pools(["a", "b"])
-    for _ in range(2):
-        assert [one.outstanding_tokens for one in pools()] == [10, 20]
-    assert found == ["a", "b"]
-    tokens["b"] = None
-    with pytest.raises(GetTimeoutError):
-        pools()
-    tokens["b"] = 5
-    assert [one.outstanding_tokens for one in pools()] == [10, 5]
-    assert found == ["a", "b"] * 2
->>>>>>> cut-c
 
 
 def test_the_policy_reaches_the_controller_by_pickle_and_kwargs() -> None:
