@@ -24,6 +24,7 @@ from typing import Any, Protocol
 import torch
 
 from replicas.kv_cache import SCRAP_BLOCK, CacheShape, DeviceLayout, DeviceWindow, PagedCache
+from replicas.models.names import PairRefused
 from replicas.models.paged_model import ALL, AttentionBackend, Layout, Output, Wants
 
 KV_SHARES = (16, 4, 1)
@@ -49,10 +50,6 @@ def buckets(most: int) -> list[int]:
         sizes.append(size)
         size *= 2
     return [*sizes, most]
-
-
-class NotRecorded(RuntimeError):
-    """A pass that cannot be made a CUDA graph; the message names it, and the setting that asks."""
 
 
 class Recordable(Protocol):
@@ -82,7 +79,7 @@ class GraphedModel:
     ) -> None:
         """Records now, on rows that all lie in the scrap block; `widths` are tokens per row,
         `hidden_size` the numbers per token of what a head takes beside tokens. Raises
-        NotRecorded."""
+        PairRefused."""
         shape = model.backend.shape
         self.backend, self.device, self.vocab = model.backend, model.device, model.vocab
         self.model = model
@@ -121,7 +118,7 @@ class GraphedModel:
 
     def _kind(self, layout: Layout, wants: Wants) -> Kind | None:
         """The smallest kind that holds the pass; None: it runs as it is."""
-        if not isinstance(layout, DeviceWindow) or layout.cells is not None or layout.prompts:
+        if not isinstance(layout, DeviceWindow) or layout.cells is not None:
             return None
         if wants.logits is False or wants.taps != self.taps:
             return None
@@ -173,7 +170,7 @@ class FixedPass:
             except torch.OutOfMemoryError:
                 raise
             except RuntimeError as error:
-                raise NotRecorded(f"graphs: {kind} cannot be recorded: {error}") from error
+                raise PairRefused(f"graphs: {kind} cannot be recorded: {error}") from error
 
     def run(self, tokens: torch.Tensor, window: DeviceWindow, *hidden: torch.Tensor) -> Output:
         rows, width = window.rows, window.width

@@ -20,7 +20,8 @@ from replicas.drafters.protocol import Ask, Drafter, DraftSource, Proposal, Seen
 from replicas.kv_cache import TokenRange
 from replicas.memory import DraftMemory, MemoryPlan, ModelShape, weight_bytes, without_storage
 from replicas.models.build import build
-from replicas.models.load import PairRefused, dtype_name, load_config, load_model, resolve
+from replicas.models.load import dtype_name, load_config, load_model, resolve
+from replicas.models.names import PairRefused
 from replicas.models.paged_model import ALL, Model, Wants, fill
 from replicas.models.shapes import is_planted
 from replicas.sampling import guess

@@ -3,7 +3,7 @@
 from replicas.invariant.attention import HostBackend
 from replicas.invariant.check import PIECE, ROWS, trial_length, what_changes_logits
 from replicas.invariant.layout import GATHERED_MOST, SCORES_MOST, PassLayout
-from replicas.invariant.modules import NotDeterministic, compute_in_tiles
+from replicas.invariant.modules import compute_in_tiles
 from replicas.invariant.ops import COUNTS, TILE, Arithmetic, Product, can_prepack
 from replicas.invariant.proof import RowFunction, prove
 
@@ -16,7 +16,6 @@ __all__ = [
     "TILE",
     "Arithmetic",
     "HostBackend",
-    "NotDeterministic",
     "PassLayout",
     "Product",
     "RowFunction",

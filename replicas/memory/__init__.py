@@ -1,7 +1,6 @@
 """The memory plan: what weights, buffers and KV blocks get of what there is."""
 
-from replicas.memory.buffers import Buffers, PassBytes, Workload
-from replicas.memory.measure import measured_passes
+from replicas.memory.buffers import Buffers, Workload
 from replicas.memory.plan import (
     MemoryPlan,
     TooLittleMemory,
@@ -18,13 +17,11 @@ __all__ = [
     "MemoryPlan",
     "ModelShape",
     "PairShape",
-    "PassBytes",
     "TooLittleMemory",
     "Workload",
     "check_memory",
     "free_bytes",
     "in_mib",
-    "measured_passes",
     "plan_memory",
     "weight_bytes",
     "without_storage",

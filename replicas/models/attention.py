@@ -21,6 +21,7 @@ from replicas.kv_cache import (
     device_ranges,
 )
 from replicas.models.decoder import LayerAttention
+from replicas.models.names import PairRefused
 from replicas.models.paged_model import ERROR_FLOOR, plain_attention
 
 QUERIES = 64
@@ -32,24 +33,20 @@ _LENGTH_MOST = 600
 _WIDTHS = (1, 5)
 
 
-class AttentionRefused(ValueError):
-    """A model's attention cannot run on this device; the message says what is missing."""
-
-
 class PagedBackend:
     name: str = "paged"
 
     def __init__(self, cache: PagedCache, shape: CacheShape) -> None:
-        """Raises AttentionRefused."""
+        """Raises PairRefused."""
         self.cache = cache
         self.shape = shape
         try:
             from replicas.kernels import attention as kernels
         except ImportError as error:
-            raise AttentionRefused(f"attention on a GPU needs Triton: {error}") from None
+            raise PairRefused(f"attention on a GPU needs Triton: {error}") from None
         self._group = shape.heads // shape.kv_heads
         if self._group > QUERIES:
-            raise AttentionRefused(
+            raise PairRefused(
                 f"{self._group} query heads share a KV head; attention on a GPU serves"
                 f" {QUERIES} at most"
             )
@@ -113,15 +110,15 @@ def device_attention(cache: PagedCache, shape: CacheShape) -> PagedBackend:
     """The attention over a GPU's cache, tried out: on random keys and values, over rows of
     different lengths in blocks out of order, it computes what a plain one does.
 
-    Called while no sequence has a block; the cache is cleared afterwards. Raises AttentionRefused.
+    Called while no sequence has a block; the cache is cleared afterwards. Raises PairRefused.
     """
     backend = PagedBackend(cache, shape)
     try:
         _try_out(backend)
-    except AttentionRefused:
+    except PairRefused:
         raise
     except Exception as error:  # a kernel's compiler may raise anything
-        raise AttentionRefused(f"Triton runs no attention on this device: {error}") from error
+        raise PairRefused(f"Triton runs no attention on this device: {error}") from error
     finally:
         cache.clear()
     return backend
@@ -129,7 +126,7 @@ def device_attention(cache: PagedCache, shape: CacheShape) -> PagedBackend:
 
 @torch.inference_mode()
 def _try_out(backend: PagedBackend) -> None:
-    """Raises AttentionRefused where it computes something else than a plain attention."""
+    """Raises PairRefused where it computes something else than a plain attention."""
     cache, shape = backend.cache, backend.shape
     rows = min(_ROWS, cache.blocks)
     room = min(cache.blocks // rows * shape.block_size, shape.context_len, _LENGTH_MOST)
@@ -164,7 +161,7 @@ def _compare(backend: PagedBackend, window: DeviceWindow, ranges: Sequence[Token
     plain = torch.cat(expected).flatten(1)
     limit = ERROR_FLOOR[cache.dtype] * plain.abs().max()
     if not bool((got - plain).abs().max() <= limit):  # NaN, too
-        raise AttentionRefused("Triton's attention computes something else here than a plain one")
+        raise PairRefused("Triton's attention computes something else here than a plain one")
 
 
 def summed_in_pieces(group: int) -> int:

@@ -23,7 +23,6 @@ from replicas.invariant import (
     TILE,
     Arithmetic,
     HostBackend,
-    NotDeterministic,
     Product,
     RowFunction,
     compute_in_tiles,
@@ -35,6 +34,7 @@ from replicas.kv_cache import CacheShape, PagedCache
 from replicas.memory import ModelShape
 from replicas.models.attention import device_attention
 from replicas.models.decoder import JoinedDecoder, NotJoined
+from replicas.models.names import PairRefused
 from replicas.models.paged_model import ERROR_FLOOR, AttentionBackend, Output, PagedModel
 from replicas.models.reference import FINER, own_logits
 
@@ -57,7 +57,7 @@ def build(
     """The model on a cache of `blocks`, and how it computes, for people.
 
     Not `exact`: its output decides no token, so nothing is proven or padded for it. Raises what
-    the model's own forward raises, and AttentionRefused.
+    the model's own forward raises, and PairRefused.
     """
     shape = ModelShape.of(model.config)
     on_host = computes_on_host(config, model.device)
@@ -107,7 +107,7 @@ def computes_on_host(config: ReplicaConfig, device: torch.device) -> bool:
 def attention_over(
     cache: PagedCache, shape: CacheShape, arithmetic: Arithmetic, on_host: bool
 ) -> AttentionBackend:
-    """The attention of a CPU or of a GPU; raises AttentionRefused."""
+    """The attention of a CPU or of a GPU; raises PairRefused."""
     if on_host:
         return HostBackend(cache, shape, arithmetic)
     return device_attention(cache, shape)
@@ -120,7 +120,7 @@ def _in_tiles(
     on_host: bool,
 ) -> tuple[PagedModel, str]:
     """Deterministic: in passes of whole tiles, by the fastest way that is found to be so, and what
-    the layers are. Raises NotDeterministic."""
+    the layers are. Raises PairRefused."""
     arithmetic = Arithmetic((TILE,), proven=True)
     shape = replace(shape, tile=TILE)
     backend = attention_over(cache, shape, arithmetic, on_host)
@@ -139,7 +139,7 @@ def _in_tiles(
     paged = PagedModel(model, cache, backend, arithmetic)
     differing = _what_changes(paged)
     if differing is not None:
-        raise NotDeterministic(f"{type(model).__name__}: logits change with {differing}")
+        raise PairRefused(f"{type(model).__name__}: logits change with {differing}")
     return paged, "separate layers (in tiles)"
 
 

@@ -21,18 +21,13 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from replicas.config import ReplicaConfig
 from replicas.demo import DRAFT_DIR, TARGET_DIR
 from replicas.models.gguf import converted
-from replicas.models.names import TINY, ModelRefused, gguf_file, hub_revision
+from replicas.models.names import TINY, PairRefused, gguf_file, hub_revision
 from replicas.models.paged_model import ATTENTION
 from replicas.models.planted import plant, planted_config
-from replicas.models.rank_weights import NotDivisible, keep_own_part
-from replicas.models.shapes import BadPlantedName, is_planted, parse_planted
+from replicas.models.shapes import is_planted, parse_planted
 
 _FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py"]
 """Of a model on the hub: all that is read. Of a draft also pickled weights: heads may have them."""
-
-
-class PairRefused(ValueError):
-    """The models cannot be served together, or not exactly; the message says what differs."""
 
 
 def resolve(
@@ -51,7 +46,7 @@ def resolve(
     try:
         if not is_planted(name) and (file := gguf_file(name)) is not None:
             return str(converted(file, weights))
-    except ModelRefused as error:
+    except PairRefused as error:
         raise PairRefused(f"{field}: {error}") from error
     except OSError as error:
         raise OSError(f"{field}: {error}") from error
@@ -104,19 +99,6 @@ def _may_be_gpu(device: str) -> bool:
     return device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
 
 
-def take_part(target: PreTrainedModel, config: ReplicaConfig, rank: int) -> None:
-    """Keep what `rank` holds of a target with `tensor_parallel`; without, that is all of it.
-
-    Raises PairRefused.
-    """
-    if config.tensor_parallel == 1:
-        return
-    try:
-        keep_own_part(target, rank, config.tensor_parallel)
-    except NotDivisible as error:
-        raise PairRefused(f"tensor_parallel: {error}") from None
-
-
 def load_config(path: str, config: ReplicaConfig, field: str) -> Any:
     """Of the model that the setting `field` names. Raises PairRefused and OSError, which begin with
     it."""
@@ -141,10 +123,7 @@ def load_model(
     divide: Callable[[PreTrainedModel], None] = lambda model: None,
 ) -> PreTrainedModel:
     if is_planted(path):
-        try:
-            model = plant(path, device, dtype_of(config), ATTENTION, acceptance)
-        except BadPlantedName as error:
-            raise PairRefused(str(error)) from None
+        model = plant(path, device, dtype_of(config), ATTENTION, acceptance)
         divide(model)
         return model
     model = read_model(path, config.trust_remote_code, dtype_of(config), ATTENTION)
@@ -156,7 +135,7 @@ def load_model(
 def read_config(path: str, trust_remote_code: bool) -> Any:
     """transformers' config of a model, by which `from_pretrained` gives plain weights.
 
-    Raises what `AutoConfig` raises, and ModelRefused for a checkpoint of a method that transformers
+    Raises what `AutoConfig` raises, and PairRefused for a checkpoint of a method that transformers
     cannot dequantize in reading.
     """
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
@@ -164,7 +143,7 @@ def read_config(path: str, trust_remote_code: bool) -> Any:
         method = quantization.get("quant_method")
         of_method = AUTO_QUANTIZATION_CONFIG_MAPPING.get(method)
         if of_method is None or "dequantize" not in inspect.signature(of_method).parameters:
-            raise ModelRefused(
+            raise PairRefused(
                 f"{path} is quantized by {method}, of which transformers reads no plain weights"
             )
         config.quantization_config = {**quantization, "dequantize": True}
@@ -175,7 +154,7 @@ def read_model(
     path: str, trust_remote_code: bool, dtype: torch.dtype, attention: str | None = None
 ) -> PreTrainedModel:
     """The model on the CPU, its weights in `dtype`. Raises what `read_config` raises, and
-    ModelRefused where a package is missing that transformers needs for it."""
+    PairRefused where a package is missing that transformers needs for it."""
     config = read_config(path, trust_remote_code)
     quantized = hasattr(config, "quantization_config")
     try:
@@ -188,7 +167,7 @@ def read_model(
             use_safetensors=True,
         )
     except ImportError as error:  # a package that reads this kind of checkpoint
-        raise ModelRefused(f"{path}: {error}") from error
+        raise PairRefused(f"{path}: {error}") from error
     for parameter in model.parameters() if quantized else ():
         # Weights that are not quantized there keep the dtype in which they are stored.
         parameter.data = parameter.data.to(dtype)

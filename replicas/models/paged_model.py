@@ -20,6 +20,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from replicas.invariant import Arithmetic, PassLayout
 from replicas.kv_cache import CacheShape, DeviceWindow, PagedCache, TokenRange, passes
 from replicas.models.decoder import JoinedDecoder, LayerAttention
+from replicas.models.names import PairRefused
 from replicas.transfers import upload
 
 ATTENTION = "lockstep_paged"
@@ -29,10 +30,6 @@ _OTHER_MATHS = frozenset({"softcap", "s_aux", "position_bias", "sinks"})
 
 ERROR_FLOOR = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """An error that is always accepted, as a share of the largest logit: the noise of a few tokens."""
-
-
-class UnsupportedAttention(ValueError):
-    """Serving the model would silently compute something else than the model does."""
 
 
 Layout = PassLayout | DeviceWindow
@@ -218,10 +215,10 @@ class _CacheDoor:
 
 
 def refuse_other_maths(arguments: Mapping[str, Any]) -> None:
-    """Raise UnsupportedAttention when a model asks for more than plain softmax attention."""
+    """Raise PairRefused when a model asks for more than plain softmax attention."""
     for name in _OTHER_MATHS & arguments.keys():
         if arguments[name] is not None:
-            raise UnsupportedAttention(f"the model's attention needs {name!r}, which is not served")
+            raise PairRefused(f"the model's attention needs {name!r}, which is not served")
 
 
 def paged_attention(

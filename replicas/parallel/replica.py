@@ -27,7 +27,8 @@ from replicas.calibration import calibrated
 from replicas.config import ReplicaConfig
 from replicas.decoding import load_grammars
 from replicas.memory import MemoryPlan, check_memory, free_bytes, plan_memory
-from replicas.models.load import PairRefused, resolve_device
+from replicas.models.load import resolve_device
+from replicas.models.names import PairRefused
 from replicas.models.pair import load_pair, read_pair
 from replicas.parallel.drafts import DrafterTraits, FollowingDrafter, LeadingDrafter
 from replicas.parallel.ranks import FAILED_S, Failure, RankHandle, Ranks, ReplicaBroken

@@ -19,7 +19,6 @@ from transformers import PreTrainedModel
 
 from replicas.config import ReplicaConfig
 from replicas.cuda import GraphedModel
-from replicas.drafters.eagle3.config import HeadRefused
 from replicas.drafters.eagle3.layer import HeadLayer
 from replicas.drafters.eagle3.weights import Head, load_head, read_head
 from replicas.drafters.protocol import Ask, Drafter, DraftSource, Proposal, Seen
@@ -27,7 +26,8 @@ from replicas.invariant import Arithmetic
 from replicas.kv_cache import SCRAP_BLOCK, CacheShape, PagedCache
 from replicas.memory import DraftMemory, MemoryPlan, ModelShape
 from replicas.models.build import attention_over, computes_on_host
-from replicas.models.load import PairRefused, dtype_of, resolve
+from replicas.models.load import dtype_of, resolve
+from replicas.models.names import PairRefused
 from replicas.models.paged_model import ALL
 from replicas.sampling import guess
 from replicas.stopwatch import Stopwatch
@@ -178,7 +178,7 @@ class HeadSource(DraftSource):
         path = resolve(name, "draft", field=config.drafting_field)
         try:
             of_head = read_head(path, target)
-        except HeadRefused as error:
+        except PairRefused as error:
             raise PairRefused(f"speculative.model: {path}: {error}") from None
         except OSError as error:
             raise OSError(f"speculative.model: {error}") from error
@@ -196,7 +196,7 @@ class HeadSource(DraftSource):
         path = resolve(self.name, "draft", field=config.drafting_field)
         try:
             head = load_head(path, self.head.config, dtype_of(config), device)
-        except HeadRefused as error:
+        except PairRefused as error:
             raise PairRefused(f"speculative.model: {path}: {error}") from None
         return replace(self, head=head)
 

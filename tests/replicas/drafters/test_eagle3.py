@@ -16,10 +16,11 @@ import torch
 
 from replicas.config import ReplicaConfig
 from replicas.drafters import Ask
-from replicas.drafters.eagle3 import HeadRefused, HeadSource, load_head, read_head
+from replicas.drafters.eagle3 import HeadSource, load_head, read_head
 from replicas.drafters.eagle3.config import head_config
 from replicas.drafters.eagle3.drafter import TOGETHER
 from replicas.memory import plan_memory
+from replicas.models.names import PairRefused
 from replicas.sampling.choice import SamplingBatch
 from replicas.stopwatch import Stopwatch
 from scheduler.messages import SamplingParams
@@ -224,7 +225,7 @@ def test_what_a_config_does_not_say() -> None:
     ],
 )
 def test_a_config_that_does_not_fit_is_refused(whole: dict[str, Any], message: str) -> None:
-    with pytest.raises(HeadRefused, match=message):
+    with pytest.raises(PairRefused, match=message):
         head_config(whole, {"d2t"}, TARGET)
 
 
@@ -244,7 +245,7 @@ def test_tensors_that_do_not_fit_are_refused_by_name(
     tmp_path: Path, speculators: bool, tensors: dict[str, Any], message: str
 ) -> None:
     path = save_head(tmp_path, TARGET, said(speculators), **tensors)
-    with pytest.raises(HeadRefused, match=message):
+    with pytest.raises(PairRefused, match=message):
         load_head(path, read_head(path, TARGET), torch.float32, CPU)
 
 
@@ -264,7 +265,7 @@ def test_a_file_that_is_broken_is_refused_by_name(
     """None: it ends too early."""
     file = tmp_path / name
     file.write_bytes(file.read_bytes()[:-100] if content is None else content)
-    with pytest.raises(HeadRefused, match=f"^{name}: "):
+    with pytest.raises(PairRefused, match=f"^{name}: "):
         read_head(path, TARGET)
 
 

@@ -15,7 +15,8 @@ from replicas.drafters.eagle3 import Eagle3Drafter
 from replicas.drafters.model import ModelDrafter
 from replicas.drafters.suffix import SuffixDrafter
 from replicas.memory import check_memory
-from replicas.models.load import PairRefused, resolve, resolve_device
+from replicas.models.load import resolve, resolve_device
+from replicas.models.names import PairRefused
 from replicas.models.pair import load_pair, read_pair
 from replicas.replica import Replica
 from scheduler.config import SchedulerConfig

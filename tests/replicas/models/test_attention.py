@@ -19,7 +19,8 @@ from replicas.kernels import attention as kernels
 from replicas.kv_cache import SCRAP_BLOCK, CacheShape, PagedCache
 from replicas.kv_cache.device_layout import DeviceLayout, DeviceWindow, device_ranges
 from replicas.models import attention
-from replicas.models.attention import AttentionRefused, device_attention
+from replicas.models.attention import device_attention
+from replicas.models.names import PairRefused
 from tests.gathering import GatherBackend, Kernels, gathered, spread
 from tests.oracle.worlds import check_answers, greedy_answers, sampled_answers
 from tests.tiny_pairs import DEVICE, tiny_replica
@@ -105,7 +106,6 @@ def test_rows_of_any_lengths_get_what_a_plain_attention_gives(
         window = device_ranges(world_.table, ranges, world_.shape)
     else:
         window = device_ranges(world_.table, [(0, start + 1) for start in starts], world_.shape)
-        assert window.prompts
     generator = torch.Generator().manual_seed(seed)
     queries = torch.randn((window.tokens, heads[0], DIM), generator=generator).to(DEVICE)
     attend = backend(world_.cache, world_.shape).begin(window, heads[0])
@@ -140,7 +140,7 @@ def test_an_attention_that_computes_something_else_is_refused(
     world = World(0, 4, (2, 1), [9])
     assert device_attention(world.cache, world.shape).name == "paged"
     monkeypatch.setattr(Kernels, "begin", wrong)
-    with pytest.raises(AttentionRefused, match="something else"):
+    with pytest.raises(PairRefused, match="something else"):
         device_attention(world.cache, world.shape)
 
 
@@ -151,7 +151,7 @@ def test_a_device_that_runs_no_kernel_is_refused(monkeypatch: pytest.MonkeyPatch
         raise RuntimeError("0 active drivers")
 
     monkeypatch.setattr(attention.PagedBackend, "begin", broken)
-    with pytest.raises(AttentionRefused, match=r"Triton runs no attention .* 0 active drivers"):
+    with pytest.raises(PairRefused, match=r"Triton runs no attention .* 0 active drivers"):
         device_attention(world.cache, world.shape)
 
 
@@ -159,13 +159,13 @@ def test_a_device_without_triton_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     world = World(0, 4, (2, 1), [9])
     monkeypatch.delattr(sys.modules["replicas.kernels"], "attention")
     monkeypatch.setitem(sys.modules, "replicas.kernels.attention", None)
-    with pytest.raises(AttentionRefused, match="needs Triton"):
+    with pytest.raises(PairRefused, match="needs Triton"):
         device_attention(world.cache, world.shape)
 
 
 def test_more_query_heads_than_the_kernels_have_room_for_are_refused() -> None:
     world = World(0, 4, (65, 1), [9])
-    with pytest.raises(AttentionRefused, match=r"65 query heads share a KV head.* 64 at most"):
+    with pytest.raises(PairRefused, match=r"65 query heads share a KV head.* 64 at most"):
         device_attention(world.cache, world.shape)
 
 

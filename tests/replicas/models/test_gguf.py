@@ -16,8 +16,8 @@ from cluster.frontend.calls import ChatPrompt
 from cluster.frontend.target_text import TargetText
 from replicas.config import ReplicaConfig
 from replicas.models import gguf, names
-from replicas.models.load import PairRefused, resolve
-from replicas.models.names import ModelRefused
+from replicas.models.load import resolve
+from replicas.models.names import PairRefused
 from replicas.models.pair import load_pair, read_pair
 from tests.cluster.fakes import EOS, VOCAB, tokenizer
 from tests.tiny_pairs import SHAPE
@@ -233,7 +233,7 @@ def test_what_is_no_such_file_is_refused_by_name(tmp_path: Path, file: Path) -> 
     for name in ("a.gguf", "b.gguf"):
         (tmp_path / "two").mkdir(exist_ok=True)
         (tmp_path / "two" / name).touch()
-    with pytest.raises(ModelRefused, match=r"name one .*: a\.gguf, b\.gguf"):
+    with pytest.raises(PairRefused, match=r"name one .*: a\.gguf, b\.gguf"):
         names.gguf_file(str(tmp_path / "two"))
 
 

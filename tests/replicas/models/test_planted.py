@@ -9,10 +9,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from cluster.local_engine import LocalEngine, Output
 from replicas.config import ReplicaConfig
-from replicas.models.load import PairRefused
+from replicas.models.names import PairRefused
 from replicas.models.pair import load_pair
 from replicas.models.planted import plant as plant_on, planted_config, share_following
-from replicas.models.shapes import SHAPES, BadPlantedName, parse_planted
+from replicas.models.shapes import SHAPES, parse_planted
 from replicas.replica import Replica
 from scheduler.config import SchedulerConfig
 from scheduler.messages import Request
@@ -93,7 +93,7 @@ def test_shapes_have_the_published_number_of_weights(shape: str, billions: float
     ],
 )
 def test_bad_names_are_refused_with_the_field(name: str, message: str) -> None:
-    with pytest.raises(BadPlantedName, match=message):
+    with pytest.raises(PairRefused, match=message):
         parse_planted(name)
     for field in ("target", "draft"):
         with pytest.raises(ValidationError, match=rf"{field}\n.*{message}"):

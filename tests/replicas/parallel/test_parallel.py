@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from cluster.local_engine import LocalEngine
 from replicas.config import ReplicaConfig
 from replicas.memory import MemoryPlan, PairShape, TooLittleMemory, plan_memory
-from replicas.models.load import PairRefused
+from replicas.models.names import PairRefused
 from replicas.models.pair import read_pair
 from replicas.models.shapes import SHAPES
 from replicas.parallel import ranks, replica as parallel
