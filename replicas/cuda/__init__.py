@@ -1,5 +1,3 @@
 """What only a GPU needs: forward passes that are recorded once and replayed."""
 
 from replicas.cuda.graphs import FixedPass, GraphedModel, Kind, buckets
-
-__all__ = ["FixedPass", "GraphedModel", "Kind", "buckets"]

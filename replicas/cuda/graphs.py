@@ -19,13 +19,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from replicas.kv_cache import SCRAP_BLOCK, CacheShape, DeviceLayout, DeviceWindow, PagedCache
+from replicas.kv_cache import SCRAP_BLOCK, CacheShape, DeviceLayout, DeviceWindow
 from replicas.models.names import PairRefused
-from replicas.models.paged_model import ALL, AttentionBackend, Layout, Output, Wants
+from replicas.models.paged_model import ALL, Layout, Model, Output, Wants
 
 KV_SHARES = (16, 4, 1)
 """Buckets of KV positions: the context divided by each."""
@@ -52,26 +52,12 @@ def buckets(most: int) -> list[int]:
     return [*sizes, most]
 
 
-class Recordable(Protocol):
-    """A PagedModel, or a head, which takes hidden states beside tokens."""
-
-    backend: AttentionBackend
-    cache: PagedCache
-    device: torch.device
-    vocab: int
-
-    @property
-    def forward(self) -> Callable[..., Output]:
-        """(tokens, layout, wants, *hidden)."""
-        ...
-
-
 class GraphedModel:
     """A model on a device whose steps run in a few shapes."""
 
     def __init__(
         self,
-        model: Recordable,
+        model: Model,
         rows_most: int,
         widths: list[int],
         taps: tuple[int, ...] = (),
@@ -134,7 +120,7 @@ class FixedPass:
 
     def __init__(
         self,
-        model: Recordable,
+        model: Model,
         shape: CacheShape,
         kind: Kind,
         taps: tuple[int, ...],
@@ -149,7 +135,7 @@ class FixedPass:
         self._hidden: list[torch.Tensor] = []
         if hidden_size:
             cells = kind.rows, kind.width, hidden_size
-            self._hidden = [torch.zeros(cells, dtype=model.cache.dtype, device=device)]
+            self._hidden = [torch.zeros(cells, dtype=model.backend.cache.dtype, device=device)]
         self._held: torch.Tensor | None = None
         """Whose table the standing one holds: mostly that of all passes of a batch."""
         self._graph: Any = None

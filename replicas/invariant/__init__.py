@@ -6,22 +6,3 @@ from replicas.invariant.layout import GATHERED_MOST, SCORES_MOST, PassLayout
 from replicas.invariant.modules import compute_in_tiles
 from replicas.invariant.ops import COUNTS, TILE, Arithmetic, Product, can_prepack
 from replicas.invariant.proof import RowFunction, prove
-
-__all__ = [
-    "COUNTS",
-    "GATHERED_MOST",
-    "PIECE",
-    "ROWS",
-    "SCORES_MOST",
-    "TILE",
-    "Arithmetic",
-    "HostBackend",
-    "PassLayout",
-    "Product",
-    "RowFunction",
-    "can_prepack",
-    "compute_in_tiles",
-    "prove",
-    "trial_length",
-    "what_changes_logits",
-]

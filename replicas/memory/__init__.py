@@ -10,19 +10,3 @@ from replicas.memory.plan import (
     plan_memory,
 )
 from replicas.memory.shapes import DraftMemory, ModelShape, PairShape, weight_bytes, without_storage
-
-__all__ = [
-    "Buffers",
-    "DraftMemory",
-    "MemoryPlan",
-    "ModelShape",
-    "PairShape",
-    "TooLittleMemory",
-    "Workload",
-    "check_memory",
-    "free_bytes",
-    "in_mib",
-    "plan_memory",
-    "weight_bytes",
-    "without_storage",
-]

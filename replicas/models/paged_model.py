@@ -39,11 +39,9 @@ Layout = PassLayout | DeviceWindow
 class AttentionBackend(Protocol):
     """One way to attend over a paged cache, with the index arithmetic that it needs."""
 
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def shape(self) -> CacheShape: ...
+    name: str
+    cache: PagedCache
+    shape: CacheShape
 
     def step_layout(self, table: torch.Tensor, starts: Sequence[int], width: int) -> Any:
         """The passes over `width` positions from each row's start on, which may be -1.
@@ -84,13 +82,17 @@ class Output:
 
 
 class Model(Protocol):
-    """What runs forward passes: a `PagedModel`, or one whose passes have fixed shapes."""
+    """What runs forward passes: a `PagedModel`, one whose passes have fixed shapes, or a head,
+    which takes hidden states beside tokens."""
 
     backend: AttentionBackend
     device: torch.device
     vocab: int
 
-    def forward(self, tokens: torch.Tensor, layout: Any, wants: Wants = ALL) -> Output: ...
+    @property
+    def forward(self) -> Callable[..., Output]:
+        """(tokens, layout, wants, *hidden)."""
+        ...
 
 
 class PagedModel:

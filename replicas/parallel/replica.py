@@ -30,7 +30,7 @@ from replicas.memory import MemoryPlan, check_memory, free_bytes, plan_memory
 from replicas.models.load import resolve_device
 from replicas.models.names import PairRefused
 from replicas.models.pair import load_pair, read_pair
-from replicas.parallel.drafts import DrafterTraits, FollowingDrafter, LeadingDrafter
+from replicas.parallel.drafts import FollowingDrafter, LeadingDrafter
 from replicas.parallel.ranks import FAILED_S, Failure, RankHandle, Ranks, ReplicaBroken
 from replicas.parallel.rendezvous import (
     GROUP_TIMEOUT,
@@ -68,7 +68,8 @@ class _Start:
     """What a rank must know before it builds its replica."""
 
     plan: MemoryPlan
-    drafter: DrafterTraits | None
+    drafter: tuple[str, tuple[int, ...]] | None
+    """Its name and taps."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -207,7 +208,7 @@ def _lead(config: ReplicaConfig, store: Store, ranks: Ranks) -> ParallelReplica:
     plan = plan_memory(config, pair.shape, device, loaded=True, free=free)
     drafter = pair.drafter(config, plan)
     leading = None if drafter is None else LeadingDrafter(drafter)
-    ranks.tell(_Start(plan, None if leading is None else leading.traits))
+    ranks.tell(_Start(plan, None if leading is None else (leading.name, leading.taps)))
     replica = Replica(pair, config, plan, leading)
     replica.grammars = load_grammars(config, replica.spec.embedding_size)
     return ParallelReplica(replica, ranks, leading)
@@ -242,7 +243,7 @@ def load_rank(
     pair = load_pair(config, dataclasses.replace(read_pair(config), draft=None))
     rank_0.send(free_bytes(device, config.gpu_share or 1.0))
     start: _Start = rank_0.receive(_Start, _LOAD_S)
-    drafter = None if start.drafter is None else FollowingDrafter(start.drafter)
+    drafter = None if start.drafter is None else FollowingDrafter(*start.drafter)
     replica = Replica(pair, config, start.plan, drafter)
     replica.grammars = load_grammars(config, replica.spec.embedding_size)
     return replica, drafter

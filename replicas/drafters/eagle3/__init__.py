@@ -2,5 +2,3 @@
 
 from replicas.drafters.eagle3.drafter import Eagle3Drafter, HeadSource
 from replicas.drafters.eagle3.weights import load_head, read_head
-
-__all__ = ["Eagle3Drafter", "HeadSource", "load_head", "read_head"]
