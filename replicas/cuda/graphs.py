@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from replicas.kv_cache import SCRAP_BLOCK, CacheShape, DeviceLayout, DeviceWindow
+from replicas.kv_cache import SCRAP_BLOCK, DeviceLayout, DeviceWindow
 from replicas.models.names import PairRefused
 from replicas.models.paged_model import ALL, Layout, Model, Output, Wants
 
@@ -66,7 +66,7 @@ class GraphedModel:
         """Records now, on rows that all lie in the scrap block; `widths` are tokens per row,
         `hidden_size` the numbers per token of what a head takes beside tokens. Raises
         PairRefused."""
-        shape = model.backend.shape
+        shape = model.backend.cache.shape
         self.backend, self.device, self.vocab = model.backend, model.device, model.vocab
         self.model = model
         self.taps = taps
@@ -80,7 +80,7 @@ class GraphedModel:
         kinds = product(buckets(rows_most), sorted(set(widths)), [one + beyond for one in blocks])
         with _no_garbage_collected():
             for kind in sorted((Kind(*one) for one in kinds), reverse=True):
-                self.passes[kind] = FixedPass(model, shape, kind, taps, graph_pool, hidden_size)
+                self.passes[kind] = FixedPass(model, kind, taps, graph_pool, hidden_size)
         self._kinds = sorted(self.passes)
 
     def forward(
@@ -121,13 +121,12 @@ class FixedPass:
     def __init__(
         self,
         model: Model,
-        shape: CacheShape,
         kind: Kind,
         taps: tuple[int, ...],
         graph_pool: Any,
         hidden_size: int = 0,
     ) -> None:
-        device = model.device
+        device, shape = model.device, model.backend.cache.shape
         self._kind = kind
         self._tokens = torch.zeros((kind.rows, kind.width), dtype=torch.int64, device=device)
         self._starts = torch.zeros(kind.rows, dtype=torch.int64, device=device)

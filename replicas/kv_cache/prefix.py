@@ -21,11 +21,6 @@ def root_key(identity: Sequence[object], salt: str) -> bytes:
     return blake2b(repr((tuple(identity), salt)).encode(), digest_size=_KEY_BYTES).digest()
 
 
-def next_key(before: bytes, tokens: Sequence[int]) -> bytes:
-    """The key of a full block with these tokens, behind a block of the key `before`."""
-    return blake2b(before + array("q", tokens).tobytes(), digest_size=_KEY_BYTES).digest()
-
-
 class Chain:
     """The keys of one sequence's leading blocks, computed as far as they are asked for."""
 
@@ -44,6 +39,7 @@ class Chain:
         assert blocks <= max(most, 0), "a block that is not full has no key"
         for index in range(len(self._keys), blocks):
             begin = index * size + ahead if index else 0
-            self._last = next_key(self._last, content[begin : (index + 1) * size + ahead])
+            tokens = array("q", content[begin : (index + 1) * size + ahead]).tobytes()
+            self._last = blake2b(self._last + tokens, digest_size=_KEY_BYTES).digest()
             self._keys.append(self._last)
         return self._keys[:blocks]

@@ -7,7 +7,7 @@ with full attention works. Llama-like ones run faster with joined layers (`decod
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 from transformers import AttentionInterface, PreTrainedModel
 
 from replicas.invariant import Arithmetic, PassLayout
-from replicas.kv_cache import CacheShape, DeviceWindow, PagedCache, TokenRange, passes
+from replicas.kv_cache import DeviceWindow, PagedCache, TokenRange, passes
 from replicas.models.decoder import JoinedDecoder, LayerAttention
 from replicas.models.names import PairRefused
 from replicas.transfers import upload
@@ -41,7 +41,6 @@ class AttentionBackend(Protocol):
 
     name: str
     cache: PagedCache
-    shape: CacheShape
 
     def step_layout(self, table: torch.Tensor, starts: Sequence[int], width: int) -> Any:
         """The passes over `width` positions from each row's start on, which may be -1.
@@ -216,13 +215,6 @@ class _CacheDoor:
         return key_states, value_states
 
 
-def refuse_other_maths(arguments: Mapping[str, Any]) -> None:
-    """Raise PairRefused when a model asks for more than plain softmax attention."""
-    for name in _OTHER_MATHS & arguments.keys():
-        if arguments[name] is not None:
-            raise PairRefused(f"the model's attention needs {name!r}, which is not served")
-
-
 def paged_attention(
     module: nn.Module,
     query: torch.Tensor,  # [1, heads, tokens, head_dim]
@@ -234,7 +226,9 @@ def paged_attention(
 ) -> tuple[torch.Tensor, None]:  # [1, tokens, heads, head_dim]
     """Attention for transformers' interface: by the current pass over the paged cache, or without
     one plainly, over the keys that are given, the last of which are the tokens' own."""
-    refuse_other_maths(kwargs)
+    for name in _OTHER_MATHS & kwargs.keys():
+        if kwargs[name] is not None:
+            raise PairRefused(f"the model's attention needs {name!r}, which is not served")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     current = _PASS.get()
     if current is None:

@@ -37,8 +37,8 @@ class ScriptedModel:
     positions: list[list[list[int]]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.cache = PagedCache(1, 1, 4, 64, 4, torch.float32, CPU)
-        self.backend = HostBackend(self.cache, SHAPE, Arithmetic())
+        self.cache = PagedCache(SHAPE, 1, 64, torch.float32, CPU)
+        self.backend = HostBackend(self.cache, Arithmetic())
 
     def forward(self, tokens: torch.Tensor, layout: PassLayout, wants: Wants = ALL) -> Output:
         positions = layout.positions.tolist()

@@ -116,9 +116,7 @@ def test_ranges_are_windows_of_rows_with_widths_of_their_own(parts: list[tuple[i
 @pytest.mark.parametrize("by_head", [True, False])
 def test_rows_of_any_length_read_back_what_was_written(by_head: bool) -> None:
     torch.manual_seed(0)
-    cache = PagedCache(
-        1, 2, 3, blocks=64, block_size=4, dtype=torch.float32, device=CPU, by_head=by_head
-    )
+    cache = PagedCache(SHAPE, 1, 64, torch.float32, CPU, by_head)
     lengths = [5, 12, 8]
     table = table_of([length + 2 for length in lengths])
     ranges = [(0, length) for length in lengths]
