@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
-from itertools import product
+from itertools import count, product
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -91,47 +91,37 @@ def expected(path: str, content: list[int], k: int) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("wiring", "kind", "speculators", "pickled"),
+    ("whole", "own_embedding", "pickled"),
     [
-        (wiring, kind, *FORMATS[number % len(FORMATS)])
-        for number, (wiring, kind) in enumerate(product(WIRINGS, ("llama", "qwen3")))
+        *(
+            (said(FORMATS[number % 3][0], kind, **wiring), False, FORMATS[number % 3][1])
+            for number, (wiring, kind) in enumerate(product(WIRINGS, ("llama", "qwen3")))
+        ),
+        (said(True, hidden_size=24, target_hidden_size=32, fc_norm=True), True, False),
+        (
+            said(False, "qwen3", hidden_size=48, target_hidden_size=32, norm_before_fc=True),
+            True,
+            True,
+        ),
+        (said(True, draft_vocab_size=TARGET_VOCAB), True, False),
     ],
-    ids=str,
+    ids=count(),
 )
 def test_drafts_are_those_of_the_equations(
-    tmp_path: Path, wiring: dict[str, object], kind: str, speculators: bool, pickled: bool
+    tmp_path: Path, whole: dict[str, Any], own_embedding: bool, pickled: bool
 ) -> None:
-    """After prefill in chunks, plain steps, drafting ones, and rows of several lengths."""
-    path = save_head(tmp_path, TARGET, said(speculators, kind, **wiring), pickled=pickled, **LEFT)
+    """After prefill in chunks, plain steps, drafting ones, and rows of several lengths; also of a
+    head with an embedding, a width, and a vocabulary of its own."""
+    path = save_head(tmp_path, TARGET, whole, own_embedding, pickled, **LEFT)
+    config = read_head(path, TARGET)
+    mapped = load_head(path, config, torch.float32, CPU).ids is not None
+    assert mapped == (config.vocab_size < TARGET_VOCAB)
     client = Headed(path, prefill_chunk_tokens=8, plan_prefill_rows=1)
     client.prefill(new=60, a=prompt(23), b=prompt(2), c=prompt(9))
     for k, n in ((0, 2), (3, 2), (0, 1), (2, 3), (0, TOGETHER + 2)):
         client.steps(k, n)
         client.check_drafts(4)
     client.check()
-
-
-@pytest.mark.parametrize(
-    "whole",
-    [
-        said(True, hidden_size=24, target_hidden_size=32, fc_norm=True),
-        said(False, "qwen3", hidden_size=48, target_hidden_size=32, norm_before_fc=True),
-        said(True, draft_vocab_size=TARGET_VOCAB),
-    ],
-    ids=["narrower", "wider", "with all of the target's tokens"],
-)
-def test_a_head_may_bring_its_embedding_and_have_a_width_and_a_vocabulary_of_its_own(
-    tmp_path: Path, whole: dict[str, Any]
-) -> None:
-    path = save_head(tmp_path, TARGET, whole, own_embedding=True)
-    config = read_head(path, TARGET)
-    mapped = load_head(path, config, torch.float32, CPU).ids is not None
-    assert mapped == (config.vocab_size < TARGET_VOCAB)
-    client = Headed(path)
-    client.prefill(a=prompt(7), b=prompt(12))
-    for k in (0, 3):
-        client.steps(k)
-        client.check_drafts(3)
 
 
 def test_a_row_of_one_token_drafts_from_its_second_step_on(path: str) -> None:

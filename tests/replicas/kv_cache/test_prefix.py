@@ -31,14 +31,6 @@ def keys_of(
 # ------------------------------------------------------------------------------ keys
 
 
-def test_a_key_is_of_all_tokens_before_it() -> None:
-    first, second = keys_of([1, 2, 3, 4, 5, 6, 7, 8])
-    assert keys_of([1, 2, 3, 4]) == [first]
-    other, same_tokens_other_parent = keys_of([1, 2, 3, 9, 5, 6, 7, 8])
-    assert len({first, second, other, same_tokens_other_parent}) == 4
-    assert keys_of([5, 6, 7, 8]) != [second]
-
-
 def test_other_models_dtypes_block_sizes_and_salts_have_other_keys() -> None:
     identities = [IDENTITY, ("target draft", "", "float32", BLOCK)]
     for index, other in enumerate(("other", "", "bfloat16", 2 * BLOCK)):
@@ -48,10 +40,12 @@ def test_other_models_dtypes_block_sizes_and_salts_have_other_keys() -> None:
     assert len({key for keys in found for key in keys}) == len(found) * 3
 
 
-def test_tokens_do_not_run_into_each_other() -> None:
+def test_a_key_is_of_all_tokens_before_it_and_they_do_not_run_into_each_other() -> None:
     """As text or in few bytes [1, 23] and [12, 3] could be one."""
     contents = [[1, 23, 4, 5], [12, 3, 4, 5], [1, 2, 345, 0], [256, 0, 0, 0], [0, 1, 0, 0]]
-    assert len({keys_of(content)[0] for content in contents}) == len(contents)
+    longer = [[*first, *second] for first in contents for second in contents]
+    assert len({key for content in longer for key in keys_of(content)}) == 5 + 5 * 5
+    assert [keys_of(content)[0] for content in longer[::5]] == [keys_of(one)[0] for one in contents]
 
 
 def test_a_chain_that_grows_gives_the_keys_of_one_that_came_whole() -> None:

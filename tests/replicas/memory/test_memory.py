@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from pydantic import ValidationError
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from cluster.local_engine import LocalEngine
@@ -83,14 +82,6 @@ def test_a_budget_is_used_up_to_the_last_block_and_never_beyond() -> None:
         plan = planned(memory=size)
         assert size - plan.block_bytes < plan.total <= size
         assert plan.work == plan.wanted
-
-
-def test_budgets_are_read_with_units() -> None:
-    assert ReplicaConfig(memory="2GiB").memory == 2 * 1024**3
-    assert ReplicaConfig(memory="1.5 GB").memory == 1_500_000_000
-    for wrong in ("20 bananas", 0, -1):
-        with pytest.raises(ValidationError, match="memory"):
-            ReplicaConfig(memory=wrong)
 
 
 def test_a_budget_beside_a_given_cache_bounds_the_buffers() -> None:
