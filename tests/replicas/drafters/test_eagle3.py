@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+from functools import cache
 from itertools import count, product
 from math import prod
 from pathlib import Path
@@ -13,11 +14,12 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from replicas.config import ReplicaConfig
 from replicas.drafters import Ask
 from replicas.drafters.eagle3 import HeadSource, load_head, read_head
-from replicas.drafters.eagle3.config import head_config
+from replicas.drafters.eagle3.config import HeadConfig, head_config
 from replicas.drafters.eagle3.drafter import TOGETHER
 from replicas.memory import plan_memory
 from replicas.models.names import PairRefused
@@ -73,14 +75,25 @@ def path(tmp_path: Path) -> str:
     return save_head(tmp_path, TARGET, said(True))
 
 
-def expected(path: str, content: list[int], k: int) -> list[int]:
-    """The same by the equations, on hidden states of transformers' own forward pass."""
+@cache
+def plain_target() -> PreTrainedModel:
+    """A copy: asking for hidden states changes its layers."""
+    return copy.deepcopy(target_model("llama"))
+
+
+@cache
+def plain_tensors(path: str) -> tuple[HeadConfig, dict[str, Any]]:
     config = read_head(path, TARGET)
     head = load_head(path, config, torch.float32, CPU)
     tensors: dict[str, Any] = dict(head.tensors)
     if head.ids is not None:
         tensors["d2t"] = head.ids - torch.arange(config.vocab_size)
-    model = copy.deepcopy(target_model("llama"))  # asking for hidden states changes its layers
+    return config, tensors
+
+
+def expected(path: str, content: list[int], k: int) -> list[int]:
+    """The same by the equations, on hidden states of transformers' own forward pass."""
+    model, (config, tensors) = plain_target(), plain_tensors(path)
     with torch.no_grad():
         out = model(torch.tensor([content[:-1]]), output_hidden_states=True)
     hidden = torch.cat([out.hidden_states[tap][0] for tap in config.taps], -1)

@@ -22,8 +22,9 @@ from replicas.models import attention
 from replicas.models.attention import device_attention
 from replicas.models.names import PairRefused
 from tests.gathering import GatherBackend, Kernels, gathered, spread
+from tests.oracle.drafters import replica_of
 from tests.oracle.worlds import check_answers, greedy_answers, sampled_answers
-from tests.tiny_pairs import DEVICE, tiny_replica
+from tests.tiny_pairs import DEVICE, tiny_pair
 
 DIM = 12
 
@@ -169,6 +170,7 @@ def test_more_query_heads_than_the_kernels_have_room_for_are_refused() -> None:
 
 @pytest.mark.usefixtures("_kernels")
 def test_output_is_the_same_by_the_kernels() -> None:
-    replica = tiny_replica("qwen3", graphs="on", plan_rows=2, plan_draft_len=2)
-    for answered in (greedy_answers("qwen3"), sampled_answers("qwen3")):
-        check_answers(replica, answered[:2], 2, 2)
+    answered = (greedy_answers("qwen3")[1], sampled_answers("qwen3")[2])
+    settings = {"kv_blocks": 256, "graphs": "on", "plan_rows": 2, "plan_draft_len": 2}
+    replica = replica_of("half", answered, tiny_pair("qwen3"), **settings)
+    check_answers(replica, answered, 2, 2)

@@ -7,7 +7,7 @@ import torch
 from pydantic import ValidationError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from cluster.local_engine import LocalEngine, Output
+from cluster.local_engine import LocalEngine
 from replicas.config import ReplicaConfig
 from replicas.models.names import PairRefused
 from replicas.models.pair import load_pair
@@ -31,20 +31,13 @@ def plant(name: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     return plant_on(name, CPU, dtype, "sdpa", 0.7)
 
 
-def generate(
-    replica: Replica, draft_len: int, n: int = 12, new: int = 40
-) -> tuple[LocalEngine, list[Output]]:
-    generator = torch.Generator().manual_seed(3)
-    prompts = [torch.randint(512, (5 + 3 * i,), generator=generator).tolist() for i in range(n)]
-    engine = LocalEngine(replica, SchedulerConfig(rows_max=4, draft_len=draft_len))
-    outputs = engine.generate([Request(str(i), tuple(p), new) for i, p in enumerate(prompts)])
-    return engine, outputs
-
-
 @pytest.mark.parametrize("wanted", [0.02, 0.7])
 def test_a_served_pair_accepts_what_its_name_says(wanted: float) -> None:
     replica = Replica.load(config(f"planted:tiny?acceptance={wanted}"))
-    engine, _ = generate(replica, draft_len=4, n=24, new=60)
+    generator = torch.Generator().manual_seed(3)
+    prompts = [torch.randint(512, (5 + 3 * i,), generator=generator).tolist() for i in range(12)]
+    engine = LocalEngine(replica, SchedulerConfig(rows_max=4, draft_len=4))
+    engine.generate([Request(str(i), tuple(p), 60) for i, p in enumerate(prompts)])
     rows = [row for result in engine.results for row in result.rows]
     # Of the drafts that were looked at, not of all: a draft after a wrong one never is.
     accepted = sum(sum(row.accepted_at) for row in rows)

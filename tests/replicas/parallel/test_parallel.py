@@ -5,6 +5,7 @@ replica within a bound, with an error that names it."""
 from __future__ import annotations
 
 import json
+import multiprocessing
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import replace
@@ -73,7 +74,11 @@ TWO = config("tiny", tensor_parallel=2)
 
 
 @pytest.fixture
-def load() -> Iterator[Load]:
+def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[Load]:
+    """Ranks are forked from a process that has imported all, which a new one does in seconds."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["replicas.parallel"])
+    monkeypatch.setattr(parallel.multiprocessing, "get_context", lambda _: context)
     with ExitStack() as stack:
         yield lambda config: stack.enter_context(closing(load_parallel(config)))
 
