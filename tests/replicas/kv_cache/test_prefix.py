@@ -14,6 +14,8 @@ from hypothesis import given, strategies as st
 
 from replicas.kv_cache import BlockAllocator, Chain, OutOfBlocks, root_key
 from replicas.replica import PREFIX_GAIN_TOKENS
+from replicas.residents import Residents
+from scheduler.messages import PrefillRow, SamplingParams
 from tests.reference import plain_greedy
 from tests.replicas.pool import Client, failing_pass
 from tests.tiny_pairs import DEVICE, target_model, tiny_replica, unrecorded
@@ -121,16 +123,25 @@ def test_the_least_recently_used_goes_first_and_the_tail_of_a_chain_before_its_h
 
 def test_who_shares_with_another_of_the_same_batch_comes_second_if_it_pays() -> None:
     blocks = BlockAllocator(blocks=64, block_size=BLOCK)
-    system, other = [1] * 12, [2] * 12
-    contents = [[*system, *[n] * 4] for n in range(5, 9)] + [[*other, *[9] * 4]]
-    keys = [keys_of(content) for content in contents]
-    fills = [4] * 5
-    assert blocks.followers(keys, fills, 8) == [1, 2, 3], "nine blocks"
-    assert blocks.followers(keys, fills, 9) == []
-    assert blocks.followers(keys, [1, 4, 4, 4, 4], 0) == [1, 2, 3], "what the first one fills"
-    assert blocks.followers(keys, [4, 1, 1, 1, 4], 3) == [], "no more than they are to fill"
-    fill(blocks, "a", system)
-    assert blocks.followers(keys, fills, 0) == [], "it is there already"
+    residents = Residents(blocks, None, IDENTITY, sharing=True)
+    system, other = (1,) * 12, (2,) * 12
+    contents = [(*system, *(n,) * 6) for n in range(5, 9)] + [(*other, *(9,) * 6)]
+
+    def second(fills: tuple[int, ...], least: int) -> str:
+        """Of rows a, b, ..., which fill so many blocks."""
+        rows = [
+            PrefillRow(name, content, 1, SamplingParams(), (), 5, until=fill * BLOCK)
+            for name, content, fill in zip("abcde", contents, fills, strict=True)
+        ]
+        waves = residents.waves(rows, least * BLOCK)
+        return "".join(row.sequence_id for wave in waves[1:] for row in wave)
+
+    assert second((4, 4, 4, 4, 4), 8) == "bcd", "nine blocks"
+    assert second((4, 4, 4, 4, 4), 9) == ""
+    assert second((1, 4, 4, 4, 4), 0) == "bcd", "what the first one fills"
+    assert second((4, 1, 1, 1, 4), 3) == "", "no more than they are to fill"
+    fill(blocks, "a", list(system))
+    assert second((4, 4, 4, 4, 4), 0) == "", "it is there already"
 
 
 # ------------------------------------------------------------------------------ replica
