@@ -74,11 +74,15 @@ TWO = config("tiny", tensor_parallel=2)
 
 
 @pytest.fixture
-def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[Load]:
+def _forked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks are forked from a process that has imported all, which a new one does in seconds."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["replicas.parallel"])
     monkeypatch.setattr(parallel.multiprocessing, "get_context", lambda _: context)
+
+
+@pytest.fixture
+def load(_forked: None) -> Iterator[Load]:
     with ExitStack() as stack:
         yield lambda config: stack.enter_context(closing(load_parallel(config)))
 
@@ -127,6 +131,7 @@ def test_two_ranks_give_the_tokens_of_one(
     assert double.residents == ()
 
 
+@pytest.mark.usefixtures("_forked")
 def test_deterministic_holds_on_two_ranks_which_end_with_their_caller(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
