@@ -19,7 +19,6 @@ from transformers import PreTrainedModel
 from replicas.config import ReplicaConfig
 from replicas.invariant import (
     COUNTS,
-    ROWS,
     TILE,
     Arithmetic,
     HostBackend,
@@ -27,7 +26,6 @@ from replicas.invariant import (
     RowFunction,
     compute_in_tiles,
     prove,
-    trial_length,
     what_changes_logits,
 )
 from replicas.kv_cache import CacheShape, PagedCache
@@ -63,7 +61,7 @@ def build(
     deterministic = exact and config.deterministic
     paged: PagedModel | None = None
     try:
-        cache = cache_of(sizes, config, blocks, context_len, model.dtype, model.device)
+        cache = cache_of(sizes, config, blocks, context_len, model)
         if not deterministic or (on_host and model.dtype is torch.float32):
             paged, layers = _usual(model, cache, prepack and on_host, on_host, exact)
         if paged is None or (deterministic and not paged.arithmetic.proven):
@@ -94,18 +92,14 @@ def computes_on_host(config: ReplicaConfig, device: torch.device) -> bool:
 
 
 def cache_of(
-    sizes: ModelShape,
-    config: ReplicaConfig,
-    blocks: int,
-    context_len: int,
-    dtype: torch.dtype,
-    device: torch.device,
+    sizes: ModelShape, config: ReplicaConfig, blocks: int, context_len: int, beside: PreTrainedModel
 ) -> PagedCache:
-    """A cache of so many blocks for layers of these sizes."""
-    dims = (sizes.heads, sizes.kv_heads, sizes.head_dim)
+    """A cache of so many blocks for layers of these sizes, on the device of a model and in its
+    dtype."""
+    dims, device = (sizes.heads, sizes.kv_heads, sizes.head_dim), beside.device
     shape = CacheShape(config.block_size, context_len, *dims)
-    on_host = computes_on_host(config, device)
-    return PagedCache(shape, sizes.layers, blocks, dtype, device, by_head=on_host)
+    by_head = computes_on_host(config, device)
+    return PagedCache(shape, sizes.layers, blocks, beside.dtype, device, by_head)
 
 
 def attention_over(cache: PagedCache, arithmetic: Arithmetic, on_host: bool) -> AttentionBackend:
@@ -128,27 +122,16 @@ def _in_tiles(model: PreTrainedModel, cache: PagedCache, on_host: bool) -> tuple
             one.tile = TILE
         if decoder is not None:
             paged = PagedModel(model, cache, backend, arithmetic, decoder)
-            differing = _what_changes(paged)
+            differing = what_changes_logits(paged)
             if differing is None:
                 return paged, layers
             _log.warning("%s: logits change with %s", layers, differing)
     compute_in_tiles(model)
     paged = PagedModel(model, cache, backend, arithmetic)
-    differing = _what_changes(paged)
+    differing = what_changes_logits(paged)
     if differing is not None:
         raise PairRefused(f"{type(model).__name__}: logits change with {differing}")
     return paged, "separate layers (in tiles)"
-
-
-def _what_changes(paged: PagedModel) -> str | None:
-    """What the model's logits change with, None with nothing."""
-    trial_logits(paged)
-    shape, blocks_there = paged.cache.shape, paged.cache.blocks
-    length = trial_length(shape.context_len)
-    blocks = min(-(-length // shape.block_size), blocks_there // ROWS)
-    length = min(length, blocks * shape.block_size)
-    table = torch.arange(1, 1 + ROWS * blocks, device=paged.device).view(ROWS, blocks)
-    return what_changes_logits(paged, table, length)
 
 
 def _usual(
