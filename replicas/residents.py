@@ -13,7 +13,7 @@ import torch
 
 from replicas.decoding import Grammars, RowState, token_logprobs
 from replicas.drafters import Drafter
-from replicas.kv_cache import BlockAllocator, Chain, TokenRange, root_key
+from replicas.kv_cache import BlockAllocator, Chain, TokenRange
 from scheduler.decoding import Decoding, TokenLogprobs
 from scheduler.messages import PrefillRow, SamplingParams
 
@@ -196,7 +196,7 @@ class Residents(dict[str, Resident]):
         return resident
 
     def _chain(self, row: PrefillRow) -> Chain:
-        return Chain(root_key(self._identity, row.salt), self._blocks.block_size, self._ahead)
+        return Chain(self._identity, row.salt, self._blocks.block_size, self._ahead)
 
     def publish(self, sequence_id: str) -> None:
         """Let others find the full blocks that are valid and that this row writes no more."""

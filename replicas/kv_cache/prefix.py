@@ -15,19 +15,17 @@ from hashlib import blake2b
 _KEY_BYTES = 32
 
 
-def root_key(identity: Sequence[object], salt: str) -> bytes:
-    """The key before a sequence's first block: what else than tokens decides its KV, and which
-    sequences share it. Different `identity` or `salt` never share a block."""
-    return blake2b(repr((tuple(identity), salt)).encode(), digest_size=_KEY_BYTES).digest()
-
-
 class Chain:
     """The keys of one sequence's leading blocks, computed as far as they are asked for."""
 
-    def __init__(self, root: bytes, block_size: int, ahead: int = 0) -> None:
-        """`ahead`: tokens behind a block that its content depends on, too; 0 for what sees only
-        tokens before it."""
-        self._last = root
+    def __init__(
+        self, identity: Sequence[object], salt: str, block_size: int, ahead: int = 0
+    ) -> None:
+        """`identity`: what else than tokens decides the KV; with another one, or another `salt`, no
+        block is shared. `ahead`: tokens behind a block that its content depends on, too; 0 for what
+        sees only tokens before it."""
+        root = repr((tuple(identity), salt)).encode()
+        self._last = blake2b(root, digest_size=_KEY_BYTES).digest()
         self._block_size = block_size
         self._ahead = ahead
         self._keys: list[bytes] = []

@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from replicas.kv_cache import BlockAllocator, Chain, OutOfBlocks, root_key
+from replicas.kv_cache import BlockAllocator, Chain, OutOfBlocks
 from replicas.replica import PREFIX_GAIN_TOKENS
 from replicas.residents import Residents
 from scheduler.messages import PrefillRow, SamplingParams
@@ -27,7 +27,7 @@ IDENTITY = ("target", "draft", "float32", BLOCK)
 def keys_of(
     tokens: list[int], identity: tuple[object, ...] = IDENTITY, salt: str = ""
 ) -> list[bytes]:
-    return Chain(root_key(identity, salt), BLOCK).keys(tokens, len(tokens) // BLOCK)
+    return Chain(identity, salt, BLOCK).keys(tokens, len(tokens) // BLOCK)
 
 
 # ------------------------------------------------------------------------------ keys
@@ -52,7 +52,7 @@ def test_a_key_is_of_all_tokens_before_it_and_they_do_not_run_into_each_other() 
 
 def test_a_chain_that_grows_gives_the_keys_of_one_that_came_whole() -> None:
     tokens = [7, 5, 3] * 10
-    chain = Chain(root_key(IDENTITY, ""), BLOCK)
+    chain = Chain(IDENTITY, "", BLOCK)
     assert [chain.keys(tokens[: 4 * n], n) for n in range(8)][-1] == keys_of(tokens)
     assert chain.keys(tokens, 2) == keys_of(tokens)[:2]
 
