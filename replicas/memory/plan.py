@@ -110,7 +110,8 @@ def plan_memory(
     least_blocks = -(-pair.context_len // config.block_size)
     kv_blocks = _given_blocks(config, least_blocks, block_bytes, pair.context_len)
     fixed = pair.weights + (1 + (kv_blocks or least_blocks)) * block_bytes
-    least = fixed + counted(_least_work(wanted)).total
+    narrowest = min(wanted.pass_tokens, PASS_TOKENS_LEAST)
+    least = fixed + counted(wanted.shrunk(1, min(wanted.draft_len, 1), narrowest)).total
     prepacks = can_prepack(device, dtype_of(config)) and not config.fixed_shapes(device)
     prepacked = sum(map(prepacked_bytes, pair.models)) if prepacks else 0
     budget, given = None, ""
@@ -183,10 +184,6 @@ def _given_blocks(
             least * block_bytes,
         )
     return given
-
-
-def _least_work(wanted: Workload) -> Workload:
-    return wanted.shrunk(1, min(wanted.draft_len, 1), min(wanted.pass_tokens, PASS_TOKENS_LEAST))
 
 
 def _fitting(

@@ -30,7 +30,7 @@ class PairRefused(ValueError):
 
 def demo_target() -> str:
     """What `demo` stands for on this machine."""
-    return SMOLLM2 if all(map(_installed, (_PACKAGE, *READERS))) else TINY
+    return SMOLLM2 if all(map(importlib.util.find_spec, (_PACKAGE, *READERS))) else TINY
 
 
 def hub_revision(name: str) -> tuple[str, str] | None:
@@ -82,10 +82,6 @@ def gguf_file(name: str) -> Path | str | None:
     if re.fullmatch(r"[\w.-]+/[\w.-]+:.+", name):
         return name
     raise FileNotFoundError(f"{name}: no such file")
-
-
-def _installed(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None
 
 
 def _of_package() -> Path:
