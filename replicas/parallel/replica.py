@@ -82,14 +82,10 @@ class _Released:
 class ParallelReplica:
     """Rank 0 and the others; to be used like a `Replica`, from one thread."""
 
-    def __init__(
-        self, replica: Replica, ranks: Ranks, drafter: LeadingDrafter | None = None
-    ) -> None:
-        """`drafter` is the replica's."""
+    def __init__(self, replica: Replica, ranks: Ranks) -> None:
         self.replica = replica
         """Rank 0."""
         self._ranks = ranks
-        self._drafter = drafter
         self.spec: ReplicaSpec = replica.spec
 
     def step(self, batch: Batch, interrupted: Callable[[], bool] = lambda: False) -> StepResult:
@@ -116,7 +112,7 @@ class ParallelReplica:
 
     def release(self, sequence_ids: Iterable[str]) -> None:
         """As `Replica.release`; raises ReplicaBroken."""
-        here, drafter = self.replica.residents, self._drafter
+        here, drafter = self.replica.residents, self.replica.drafter
         rows = {
             name: drafter.valid(name) if drafter is not None and name in here else None
             for name in sequence_ids
@@ -211,7 +207,7 @@ def _lead(config: ReplicaConfig, store: Store, ranks: Ranks) -> ParallelReplica:
     ranks.tell(_Start(plan, None if leading is None else (leading.name, leading.taps)))
     replica = Replica(pair, config, plan, leading)
     replica.grammars = load_grammars(config, replica.spec.embedding_size)
-    return ParallelReplica(replica, ranks, leading)
+    return ParallelReplica(replica, ranks)
 
 
 def follow(config: ReplicaConfig, rank: int, address: Address) -> None:
