@@ -20,7 +20,7 @@ from replicas.drafters import Ask, Drafter, Seen
 from replicas.eqspec import step
 from replicas.fingerprint import fingerprint
 from replicas.kv_cache import BlockAllocator, TokenRange
-from replicas.memory import MemoryPlan, check_memory, plan_memory
+from replicas.memory import MemoryPlan, check_memory, measured_passes, plan_memory
 from replicas.models.build import build
 from replicas.models.load import resolve_device
 from replicas.models.paged_model import Model, Output, Wants, fill
@@ -63,7 +63,7 @@ class Replica:
         if pair.device.type == "cuda":
             # Recordings and timing events are made on the thread's current device.
             torch.cuda.set_device(pair.device)
-        plan = plan or plan_memory(config, pair.shape, pair.device, loaded=True)
+        plan = plan or _plan(pair, config)
         self._device = pair.device
         self._work = plan.work
         self.blocks = BlockAllocator(plan.kv_blocks, config.block_size)
@@ -317,6 +317,13 @@ class Replica:
         most = min(steps * (row.draft_len + 1), resident.tokens_left)
         self._residents.own(row.sequence_id, row.blocks, row.length + most - 1)
         return resident
+
+
+def _plan(pair: Pair, config: ReplicaConfig) -> MemoryPlan:
+    """Of models that are loaded; on a GPU the largest passes are measured."""
+    on_gpu = pair.device.type == "cuda"
+    measured = measured_passes(pair.target, config, pair.context_len) if on_gpu else None
+    return plan_memory(config, pair.shape, pair.device, loaded=True, passes=measured)
 
 
 def _drafting(config: ReplicaConfig, plan: MemoryPlan, drafter: Drafter | None) -> dict[str, Any]:

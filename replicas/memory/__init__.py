@@ -1,6 +1,7 @@
 """The memory plan: what weights, buffers and KV blocks get of what there is."""
 
-from replicas.memory.buffers import Buffers, Workload
+from replicas.memory.buffers import Buffers, PassBytes, Workload
+from replicas.memory.measure import measured_passes
 from replicas.memory.plan import (
     MemoryPlan,
     TooLittleMemory,

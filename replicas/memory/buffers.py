@@ -2,12 +2,13 @@
 
 Passes run one after the other, so the largest one counts: a step of all rows, or one prefill pass.
 The idea of a budget computed before start, and of speculation shrunk to fit it, is that of SpecMemo
-(arXiv 2506.01986). All sizes are bounds that follow from shapes: on an H100 a step of Qwen3-8B
-takes some 0.9 of its bound.
+(arXiv 2506.01986). What the two passes take follows here from shapes; on a GPU it is measured
+(`measure`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from replicas.invariant import GATHERED_MOST, PIECE, SCORES_MOST, TILE
@@ -49,13 +50,24 @@ class Workload:
 
 
 @dataclass(frozen=True, slots=True)
+class PassBytes:
+    """What the two largest passes take while they run."""
+
+    step: int
+    """A verification of all rows, its logits, and choosing from them."""
+    prefill: int
+
+
+MeasurePasses = Callable[[Workload], PassBytes]
+
+
+@dataclass(frozen=True, slots=True)
 class Buffers:
     """Bytes beside weights and KV cache, for the largest batches of a workload."""
 
     rotary: int
     """Cosines and sines of every position, of all models."""
     step: int
-    """A verification of all rows, its logits, and choosing from them."""
     prefill: int
     loading: int
     """The largest weight in the finer dtype that the model is judged by when it is loaded."""
@@ -74,10 +86,8 @@ class Buffers:
         return self.rotary + running + self.recorded + self.prepacked + self.drafter + self.slack
 
 
-def buffers(
-    pair: PairShape, work: Workload, item: int, on_gpu: bool, tiled: bool = False
-) -> Buffers:
-    """All of it, where a number of the models has `item` bytes; `tiled`: in whole tiles.
+def buffers(pair: PairShape, work: Workload, item: int, taken: PassBytes, on_gpu: bool) -> Buffers:
+    """All of it, where a number of the models has `item` bytes.
 
     `recorded` and `prepacked` are 0: not every replica has them.
     """
@@ -85,11 +95,8 @@ def buffers(
     rotary = sum(4 * work.context_len * one.head_dim for one in pair.models) * item
     # A drafter takes hidden states of all tokens of a pass, and joins them.
     tapped = 2 * pair.draft.taps * target.hidden * item
-    logits = max(one.vocab for one in pair.models) * (2 * item + _SAMPLING_COPIES * _FLOAT32)
-    tokens = -(-work.step_tokens // TILE) * TILE if tiled else work.step_tokens
-    passes = [_passes(one, work, item, on_gpu) for one in pair.models]
-    step = max(step for step, _ in passes) + tokens * logits + tapped * work.step_tokens
-    prefill = max(prefill for _, prefill in passes) + tapped * work.pass_tokens
+    step = taken.step + tapped * work.step_tokens
+    prefill = taken.prefill + tapped * work.pass_tokens
     widest = max(target.vocab, target.intermediate, target.heads * target.head_dim)
     loading = target.hidden * widest * (8 if item == _FLOAT32 else _FLOAT32)
     kept = 0 if on_gpu else pair.draft.kept
@@ -98,19 +105,32 @@ def buffers(
     return replace(counted, slack=slack)
 
 
-def _passes(model: ModelShape, work: Workload, item: int, on_gpu: bool) -> tuple[int, int]:
-    """What the layers of a step and of a prefill take, with rows as long as the context."""
-    # Rows are read as far as if the widest stood at the end of the context.
-    length = work.context_len + work.draft_len + 1
-    if on_gpu:
+def computed_passes(
+    models: list[ModelShape], item: int, on_gpu: bool, tiled: bool = False
+) -> MeasurePasses:
+    """Bounds from shapes alone, with rows as long as the context; `tiled`: in whole tiles."""
+
+    def passes(work: Workload) -> PassBytes:
+        # Rows are read as far as if the widest stood at the end of the context.
+        length = work.context_len + work.draft_len + 1
         longest = work.context_len + work.chunk_tokens
-        attended = _device_attention(model, work.rows, work.draft_len + 1, length)
-        filled = _device_attention(model, work.prefill_rows, work.chunk_tokens, longest)
-    else:
-        attended = filled = _host_attention(model, work.rows, length, item)
-    token = _token_numbers(model) * item
-    step = token * max(work.step_tokens, TILE) + attended
-    return step, token * max(work.pass_tokens, TILE) + filled
+        logits = max(one.vocab for one in models) * (2 * item + _SAMPLING_COPIES * _FLOAT32)
+        step, prefill = 0, 0
+        tokens = work.step_tokens
+        if tiled:
+            tokens = -(-tokens // TILE) * TILE
+        for one in models:
+            if on_gpu:
+                attended = _device_attention(one, work.rows, work.draft_len + 1, length)
+                filled = _device_attention(one, work.prefill_rows, work.chunk_tokens, longest)
+            else:
+                attended = filled = _host_attention(one, work.rows, length, item)
+            token = _token_numbers(one) * item
+            step = max(step, token * max(work.step_tokens, TILE) + attended)
+            prefill = max(prefill, token * max(work.pass_tokens, TILE) + filled)
+        return PassBytes(step + tokens * logits, prefill)
+
+    return passes
 
 
 def _token_numbers(shape: ModelShape) -> int:

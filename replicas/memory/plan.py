@@ -16,7 +16,14 @@ import torch
 
 from replicas.config import ReplicaConfig
 from replicas.invariant import can_prepack
-from replicas.memory.buffers import Buffers, Workload, buffers, prepacked_bytes
+from replicas.memory.buffers import (
+    Buffers,
+    MeasurePasses,
+    Workload,
+    buffers,
+    computed_passes,
+    prepacked_bytes,
+)
 from replicas.memory.shapes import PairShape
 from replicas.models.load import dtype_of
 from scheduler.config import SchedulerConfig
@@ -91,18 +98,21 @@ def plan_memory(
     device: torch.device,
     loaded: bool,
     free: int | None = None,
+    passes: MeasurePasses | None = None,
 ) -> MemoryPlan:
     """Divide the memory.
 
     `loaded`: the weights are on the device already. `free`: what the device has left; None: as
-    `free_bytes` finds it. Raises TooLittleMemory.
+    `free_bytes` finds it. `passes`: what the largest passes take; None: as computed from shapes.
+    Raises TooLittleMemory.
     """
     item = dtype_of(config).itemsize
     on_gpu = device.type == "cuda"
+    computed = computed_passes(pair.models, item, on_gpu, config.deterministic)
     recorded = on_gpu and config.fixed_shapes(device)
 
-    def counted(work: Workload) -> Buffers:
-        made = buffers(pair, work, item, on_gpu, config.deterministic)
+    def counted(work: Workload, passes: MeasurePasses = passes or computed) -> Buffers:
+        made = buffers(pair, work, item, passes(work), on_gpu)
         return replace(made, recorded=made.step) if recorded else made
 
     block_bytes = pair.block_bytes(config.block_size, item)
@@ -110,8 +120,7 @@ def plan_memory(
     least_blocks = -(-pair.context_len // config.block_size)
     kv_blocks = _given_blocks(config, least_blocks, block_bytes, pair.context_len)
     fixed = pair.weights + (1 + (kv_blocks or least_blocks)) * block_bytes
-    narrowest = min(wanted.pass_tokens, PASS_TOKENS_LEAST)
-    least = fixed + counted(wanted.shrunk(1, min(wanted.draft_len, 1), narrowest)).total
+    least = fixed + counted(_least_work(wanted), computed).total
     prepacks = can_prepack(device, dtype_of(config)) and not config.fixed_shapes(device)
     prepacked = sum(map(prepacked_bytes, pair.models)) if prepacks else 0
     budget, given = None, ""
@@ -184,6 +193,10 @@ def _given_blocks(
             least * block_bytes,
         )
     return given
+
+
+def _least_work(wanted: Workload) -> Workload:
+    return wanted.shrunk(1, min(wanted.draft_len, 1), min(wanted.pass_tokens, PASS_TOKENS_LEAST))
 
 
 def _fitting(

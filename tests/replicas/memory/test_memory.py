@@ -4,11 +4,15 @@ that a refusal names the least that would do."""
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
+from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from cluster.local_engine import LocalEngine
@@ -25,16 +29,19 @@ from replicas.memory import (
     plan_memory,
     weight_bytes,
 )
-from replicas.memory.buffers import buffers, prepacked_bytes
+from replicas.memory.buffers import PassBytes, Workload, buffers, computed_passes, prepacked_bytes
+from replicas.memory.measure import measured_passes, peak_bytes
 from replicas.memory.plan import PASS_TOKENS_LEAST
 from replicas.memory.shapes import DraftMemory, without_storage
+from replicas.models import attention
 from replicas.models.pair import load_pair, read_pair
 from replicas.replica import Replica
 from scheduler.config import SchedulerConfig
-from scheduler.messages import Request, SamplingParams
+from scheduler.messages import Request
+from tests.gathering import Kernels
 from tests.reference import plain_greedy
 from tests.replicas.models.test_pair import WORDS, save_model
-from tests.tiny_pairs import DEVICE, SHAPE, target_model, tiny_replica
+from tests.tiny_pairs import DEVICE, SHAPE, target_model, tiny_pair, tiny_replica
 
 CPU = torch.device("cpu")
 GPU = torch.device("cuda")
@@ -82,6 +89,14 @@ def test_a_budget_is_used_up_to_the_last_block_and_never_beyond() -> None:
         plan = planned(memory=size)
         assert size - plan.block_bytes < plan.total <= size
         assert plan.work == plan.wanted
+
+
+def test_budgets_are_read_with_units() -> None:
+    assert ReplicaConfig(memory="2GiB").memory == 2 * 1024**3
+    assert ReplicaConfig(memory="1.5 GB").memory == 1_500_000_000
+    for wrong in ("20 bananas", 0, -1):
+        with pytest.raises(ValidationError, match="memory"):
+            ReplicaConfig(memory=wrong)
 
 
 def test_a_budget_beside_a_given_cache_bounds_the_buffers() -> None:
@@ -142,14 +157,16 @@ def test_less_memory_shrinks_passes_first_then_rows_and_draft_tokens() -> None:
         if plan.work.rows < 8 or plan.work.draft_len < 8:
             narrowest = plan.wanted.shrunk(8, 8, PASS_TOKENS_LEAST)
             assert plan.budget is not None
-            over = buffers(PAIR, narrowest, 4, on_gpu=False).total
+            taken = computed_passes(SHAPES, 4, on_gpu=False)(narrowest)
+            over = buffers(PAIR, narrowest, 4, taken, on_gpu=False).total
             assert PAIR.weights + 5 * plan.block_bytes + over > plan.budget
 
 
 def test_what_a_head_taps_of_the_target_is_counted() -> None:
     work, item = planned(memory=700_000_000).work, 4
+    taken = computed_passes(SHAPES, item, on_gpu=False)(work)
     tapping = dataclasses.replace(PAIR, draft=dataclasses.replace(PAIR.draft, taps=3))
-    plain, headed = (buffers(pair, work, item, on_gpu=False) for pair in (PAIR, tapping))
+    plain, headed = (buffers(pair, work, item, taken, on_gpu=False) for pair in (PAIR, tapping))
     tapped = 3 * work.pass_tokens * SHAPES[0].hidden * item
     assert headed.prefill - plain.prefill >= tapped
     assert headed.total >= plain.total
@@ -216,25 +233,68 @@ def test_a_budget_over_what_a_gpu_has_free_is_refused_at_load_but_can_be_planned
     check_memory(ReplicaConfig(memory="39 GB", device="cuda"), read_pair(config).shape, GPU)
 
 
-@pytest.mark.skipif(DEVICE == "cpu", reason="tests/oracle/test_memory_use.py measures a CPU's")
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_what_the_largest_batches_take_of_a_gpu_lies_within_the_bounds(deterministic: bool) -> None:
-    models = {"target": "planted:tiny?scale=1", "draft": "planted:tiny-draft", "calibrate": False}
-    sizes = {"kv_blocks": 512, "plan_rows": 32, "plan_draft_len": 8, "prefill_chunk_tokens": 8}
-    config = ReplicaConfig(**models, **sizes, graphs="off", deterministic=deterministic)
-    replica = Replica.load(config)
-    bounds = plan_memory(config, read_pair(config).shape, GPU, loaded=True).buffers
-    engine = LocalEngine(replica, SchedulerConfig(rows_max=32, draft_len=8))
-    hot = SamplingParams(temperature=9.0, top_k=400, top_p=0.9, min_p=0.01)
-    for run in range(2):  # what libraries keep, they take in the first one
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        engine.generate([Request(f"{run} {i}", tuple(range(60)), 60, hot) for i in range(32)])
-        torch.cuda.synchronize()
-        taken = torch.cuda.max_memory_allocated() - before
-    slack = 1 << 20  # of an allocator; a plan has more
-    assert 0 < taken <= max(bounds.step, bounds.prefill) + slack
+# --------------------------------------------------------------------------- measured
+
+
+def allocated(run: Callable[[], object], device: torch.device) -> int:
+    """As `peak_bytes`; of a CPU, by what torch's profiler says of its allocator."""
+    if device.type == "cuda":
+        return peak_bytes(run, device)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        run()
+    assert seen.profiler is not None
+    kineto: Any = seen.profiler.kineto_results
+    events = sorted((e.start_ns(), e.nbytes()) for e in kineto.events() if e.name() == "[memory]")
+    return int(max(accumulate(size for _, size in events)))
+
+
+def passes(rows: int, draft_len: int, chunk: int, tokens: int) -> tuple[PassBytes, PassBytes]:
+    """What the largest of a tiny target take, and the bounds."""
+    pair = tiny_pair("llama")
+    length = pair.context_len
+    measured = measured_passes(pair.target, ReplicaConfig(block_size=4), length, allocated)
+    work = Workload(rows, draft_len, 8, chunk, tokens, length, 4)
+    return measured(work), computed_passes(pair.shape.models[:1], 4, on_gpu=True)(work)
+
+
+def test_what_the_largest_passes_take_lies_within_the_bounds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(attention, "PagedBackend", Kernels)
+    interpreted = DEVICE == "cpu"  # which takes long
+    for sizes in [(2, 1, 8, 32), *([] if interpreted else [(8, 4, 60, 256), (8, 8, 60, 400)])]:
+        taken, bound = passes(*sizes)
+        assert 0 < taken.step <= bound.step
+        assert 0 < taken.prefill <= bound.prefill
+
+
+def test_what_they_take_grows_with_them() -> None:
+    sizes = ((1, 0, 8, 64), (4, 1, 32, 128), (8, 4, 60, 256), (8, 8, 60, 400))
+    taken = [passes(*one)[0] for one in sizes]
+    for what in ("step", "prefill"):
+        grown = [getattr(one, what) for one in taken]
+        assert grown == sorted(set(grown))
+
+
+def test_a_plan_goes_by_what_was_measured_and_shrinks_where_a_device_has_no_room() -> None:
+    pair = tiny_pair("llama")
+    runs: list[int] = []
+
+    def peak(run: Callable[[], object], device: torch.device) -> int:
+        runs.append(allocated(run, device))
+        if runs[-1] > 2_000_000:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return runs[-1]
+
+    config = ReplicaConfig(block_size=4, kv_blocks=500, memory=BILLION)
+    measured = measured_passes(pair.target, config, pair.context_len, peak)
+    plan = plan_memory(config, pair.shape, GPU, loaded=True, passes=measured)
+    assert max(runs) > 2_000_000
+    assert plan.work != plan.wanted
+    assert max(plan.buffers.step, plan.buffers.prefill) <= 2_000_000
+    assert (plan.buffers.step, plan.buffers.prefill) == dataclasses.astuple(measured(plan.work))
+    # A recording keeps what its pass takes.
+    assert plan.buffers.recorded == plan.buffers.step
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -260,6 +320,7 @@ def test_too_small_a_budget_is_refused_before_weights_are_read(tmp_path: Path) -
         load_pair(config)
 
 
+@pytest.mark.skipif(DEVICE != "cpu", reason="a GPU measures what passes take: less than the bounds")
 def test_a_replica_in_the_least_memory_serves_the_same_tokens() -> None:
     """Its spec tells the scheduler one row, and prompts go in narrow passes."""
     with pytest.raises(TooLittleMemory) as refused:
