@@ -212,10 +212,10 @@ def transformers_model(config: ReplicaConfig, name: str, role: str = "target") -
     """A model as transformers loads it, on the device of `config`. Raises OSError."""
     import torch
 
-    from replicas.models.load import dtype_name, dtype_of, read_model, resolve, resolve_device
+    from replicas.models.load import dtype_name, read_model, resolve, resolve_device
 
     path = resolve(name, role, dtype_name(config))
-    model: Any = read_model(path, config.trust_remote_code, dtype_of(config))
+    model: Any = read_model(path, config)
     device = resolve_device(config.device)
     if device.type == "cuda":
         # cuDNN's attention takes a good part of a second for every new shape of a prompt.

@@ -22,8 +22,8 @@ from replicas.fingerprint import fingerprint
 from replicas.kv_cache import BlockAllocator, TokenRange
 from replicas.memory import MemoryPlan, check_memory, measured_passes, plan_memory
 from replicas.models.build import build
-from replicas.models.load import PairRefused, resolve_device
-from replicas.models.paged_model import Model, Output, PagedModel, Wants, fill
+from replicas.models.load import resolve_device
+from replicas.models.paged_model import Model, Output, Wants, fill
 from replicas.models.pair import Pair, load_pair, read_pair
 from replicas.residents import Resident, Residents, Tally
 from replicas.sampling import SamplingBatch
@@ -68,11 +68,12 @@ class Replica:
         self._work = plan.work
         self.blocks = BlockAllocator(plan.kv_blocks, config.block_size)
         """Who has which KV blocks, of the target and of a draft model."""
-        target, built = _built(pair, config, plan)
+        name, blocks = pair.target_name, plan.kv_blocks
+        target, built = build(pair.target, name, config, blocks, pair.context_len, plan.prepack)
         self.drafter = drafter = drafter or pair.drafter(config, plan)
         """None: it drafts nothing."""
         dtype = str(pair.dtype).removeprefix("torch.")
-        identity = (pair.target_name, drafter.name if drafter else "", dtype, config.block_size)
+        identity = (name, drafter.name if drafter else "", dtype, config.block_size)
         self._residents = Residents(self.blocks, drafter, identity, config.prefix_sharing)
         self.target: Model = target
         if config.fixed_shapes(pair.device):
@@ -92,7 +93,7 @@ class Replica:
             **_drafting(config, plan, drafter),
             rows_max=plan.rows_max,
             prefix_sharing=config.prefix_sharing,
-            target=pair.target_name,
+            target=name,
             device=str(pair.device),
             dtype=dtype,
             arithmetic=built,
@@ -337,12 +338,3 @@ def _drafting(config: ReplicaConfig, plan: MemoryPlan, drafter: Drafter | None) 
         "draft_len_max": most,
         "draft_len": None if said.adaptive else most,
     }
-
-
-def _built(pair: Pair, config: ReplicaConfig, plan: MemoryPlan) -> tuple[PagedModel, str]:
-    """The target on its cache; what cannot be served is refused now."""
-    name, blocks = pair.target_name, plan.kv_blocks
-    try:
-        return build(pair.target, name, config, blocks, pair.context_len, plan.prepack)
-    except Exception as error:
-        raise PairRefused(f"{name}: a trial forward pass failed: {error}") from error

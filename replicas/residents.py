@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 import torch
 
 from replicas.decoding import Grammars, RowState, token_logprobs
 from replicas.drafters import Drafter
-from replicas.kv_cache import BlockAllocator, Chain, TokenRange, root_key
+from replicas.kv_cache import BlockAllocator, Chain, TokenRange
 from scheduler.decoding import Decoding, TokenLogprobs
 from scheduler.messages import PrefillRow, SamplingParams
 
@@ -138,16 +139,21 @@ class Residents(dict[str, Resident]):
         more than `least_tokens`."""
         if not self._sharing or len(rows) == 1:
             return [list(rows)]
-        block_size = self._blocks.block_size
-        keys, fills = [], []
+        size = self._blocks.block_size
+        first, second, spared = list[PrefillRow](), list[PrefillRow](), 0
+        coming: set[bytes] = set()
+        """Keys of the blocks that the first rows fill."""
         for row in rows:
-            chain = self._chain(row)
-            blocks = max(len(row.tokens) - 2, 0) // block_size
-            keys.append(chain.keys(row.tokens, blocks))
-            fills.append(blocks if row.until is None else min(row.until // block_size, blocks))
-        second = self._blocks.followers(keys, fills, least_tokens // block_size)
-        first = [row for index, row in enumerate(rows) if index not in second]
-        return [first, [rows[index] for index in second]] if second else [first]
+            blocks = max(len(row.tokens) - 2, 0) // size
+            filled = blocks if row.until is None else min(row.until // size, blocks)
+            keys = self._chain(row).keys(row.tokens, filled)
+            missing = keys[self._blocks.found(keys) :]
+            shared = sum(1 for _ in takewhile(coming.__contains__, missing))
+            spared += shared
+            (second if shared else first).append(row)
+            if not shared:
+                coming.update(keys)
+        return [first, second] if spared > least_tokens // size else [list(rows)]
 
     def range_of(self, row: PrefillRow) -> TokenRange:
         """The KV positions [begin, end) that this batch fills of a row, which is resident now."""
@@ -190,7 +196,7 @@ class Residents(dict[str, Resident]):
         return resident
 
     def _chain(self, row: PrefillRow) -> Chain:
-        return Chain(root_key(self._identity, row.salt), self._blocks.block_size, self._ahead)
+        return Chain(self._identity, row.salt, self._blocks.block_size, self._ahead)
 
     def publish(self, sequence_id: str) -> None:
         """Let others find the full blocks that are valid and that this row writes no more."""

@@ -24,7 +24,7 @@ class GatherBackend(PagedBackend):
     """
 
     def begin(self, layout: DeviceWindow, stride: int) -> LayerAttention:
-        heads, size = self.shape.heads, self.shape.block_size
+        heads, size = self.cache.shape.heads, self.cache.shape.block_size
         table = layout.table[:, : -(-layout.reach // size)]
         last = layout.grid.clamp(min=0)[:, None, :, None]
         seen = torch.arange(table.shape[1] * size, device=table.device) <= last

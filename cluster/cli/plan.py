@@ -19,7 +19,8 @@ from cluster.cli.terminal import console
 from cluster.config import ClusterConfig
 from replicas.config import ReplicaConfig
 from replicas.memory import MemoryPlan, TooLittleMemory, Workload, plan_memory
-from replicas.models.load import PairRefused, dtype_name, resolve_device
+from replicas.models.load import dtype_name, resolve_device
+from replicas.models.names import PairRefused
 from replicas.models.pair import read_pair
 
 _LENGTHS = (256, 1024, 8192, 65536)

@@ -15,7 +15,7 @@ from cluster.client import Client
 from cluster.config import ClusterConfig, ConfigError
 from cluster.config_sources import api_key, checked_key, overridden
 from cluster.frontend.admission.keys import hash_of
-from replicas.models.names import DEMO, SMOLLM2, TINY, ModelRefused, with_revision
+from replicas.models.names import DEMO, SMOLLM2, TINY, PairRefused, with_revision
 
 if TYPE_CHECKING:
     from cluster.run import ClusterRun
@@ -28,7 +28,7 @@ def at_revision(config: ClusterConfig, revision: str) -> ClusterConfig:
     """
     try:
         target = with_revision(config.replica.target, revision)
-    except ModelRefused as error:
+    except PairRefused as error:
         raise ConfigError(f"--{error}") from None
     return _renamed(config, {"target": target})
 

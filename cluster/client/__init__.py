@@ -4,5 +4,3 @@ from cluster.client.channel import Tls
 from cluster.client.client import AsyncClient, Client
 from cluster.client.core import NotReady
 from cluster.client.retry import NO_RETRY, RetryPolicy
-
-__all__ = ["NO_RETRY", "AsyncClient", "Client", "NotReady", "RetryPolicy", "Tls"]

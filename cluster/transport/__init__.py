@@ -3,15 +3,3 @@
 from cluster.transport.credentials import Key
 from cluster.transport.endpoint import Endpoint, Server, connect
 from cluster.transport.stream import NotEncodable, Stream, StreamKind, StreamLost, encode
-
-__all__ = [
-    "Endpoint",
-    "Key",
-    "NotEncodable",
-    "Server",
-    "Stream",
-    "StreamKind",
-    "StreamLost",
-    "connect",
-    "encode",
-]

@@ -19,12 +19,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from replicas.kv_cache import SCRAP_BLOCK, CacheShape, DeviceLayout, DeviceWindow, PagedCache
-from replicas.models.paged_model import ALL, AttentionBackend, Layout, Output, Wants
+from replicas.kv_cache import SCRAP_BLOCK, DeviceLayout, DeviceWindow
+from replicas.models.names import PairRefused
+from replicas.models.paged_model import ALL, Layout, Model, Output, Wants
 
 KV_SHARES = (16, 4, 1)
 """Buckets of KV positions: the context divided by each."""
@@ -51,30 +52,12 @@ def buckets(most: int) -> list[int]:
     return [*sizes, most]
 
 
-class NotRecorded(RuntimeError):
-    """A pass that cannot be made a CUDA graph; the message names it, and the setting that asks."""
-
-
-class Recordable(Protocol):
-    """A PagedModel, or a head, which takes hidden states beside tokens."""
-
-    backend: AttentionBackend
-    cache: PagedCache
-    device: torch.device
-    vocab: int
-
-    @property
-    def forward(self) -> Callable[..., Output]:
-        """(tokens, layout, wants, *hidden)."""
-        ...
-
-
 class GraphedModel:
     """A model on a device whose steps run in a few shapes."""
 
     def __init__(
         self,
-        model: Recordable,
+        model: Model,
         rows_most: int,
         widths: list[int],
         taps: tuple[int, ...] = (),
@@ -82,8 +65,8 @@ class GraphedModel:
     ) -> None:
         """Records now, on rows that all lie in the scrap block; `widths` are tokens per row,
         `hidden_size` the numbers per token of what a head takes beside tokens. Raises
-        NotRecorded."""
-        shape = model.backend.shape
+        PairRefused."""
+        shape = model.backend.cache.shape
         self.backend, self.device, self.vocab = model.backend, model.device, model.vocab
         self.model = model
         self.taps = taps
@@ -97,7 +80,7 @@ class GraphedModel:
         kinds = product(buckets(rows_most), sorted(set(widths)), [one + beyond for one in blocks])
         with _no_garbage_collected():
             for kind in sorted((Kind(*one) for one in kinds), reverse=True):
-                self.passes[kind] = FixedPass(model, shape, kind, taps, graph_pool, hidden_size)
+                self.passes[kind] = FixedPass(model, kind, taps, graph_pool, hidden_size)
         self._kinds = sorted(self.passes)
 
     def forward(
@@ -121,7 +104,7 @@ class GraphedModel:
 
     def _kind(self, layout: Layout, wants: Wants) -> Kind | None:
         """The smallest kind that holds the pass; None: it runs as it is."""
-        if not isinstance(layout, DeviceWindow) or layout.cells is not None or layout.prompts:
+        if not isinstance(layout, DeviceWindow) or layout.cells is not None:
             return None
         if wants.logits is False or wants.taps != self.taps:
             return None
@@ -137,14 +120,13 @@ class FixedPass:
 
     def __init__(
         self,
-        model: Recordable,
-        shape: CacheShape,
+        model: Model,
         kind: Kind,
         taps: tuple[int, ...],
         graph_pool: Any,
         hidden_size: int = 0,
     ) -> None:
-        device = model.device
+        device, shape = model.device, model.backend.cache.shape
         self._kind = kind
         self._tokens = torch.zeros((kind.rows, kind.width), dtype=torch.int64, device=device)
         self._starts = torch.zeros(kind.rows, dtype=torch.int64, device=device)
@@ -152,7 +134,7 @@ class FixedPass:
         self._hidden: list[torch.Tensor] = []
         if hidden_size:
             cells = kind.rows, kind.width, hidden_size
-            self._hidden = [torch.zeros(cells, dtype=model.cache.dtype, device=device)]
+            self._hidden = [torch.zeros(cells, dtype=model.backend.cache.dtype, device=device)]
         self._held: torch.Tensor | None = None
         """Whose table the standing one holds: mostly that of all passes of a batch."""
         self._graph: Any = None
@@ -173,7 +155,7 @@ class FixedPass:
             except torch.OutOfMemoryError:
                 raise
             except RuntimeError as error:
-                raise NotRecorded(f"graphs: {kind} cannot be recorded: {error}") from error
+                raise PairRefused(f"graphs: {kind} cannot be recorded: {error}") from error
 
     def run(self, tokens: torch.Tensor, window: DeviceWindow, *hidden: torch.Tensor) -> Output:
         rows, width = window.rows, window.width

@@ -4,15 +4,3 @@ from replicas.decoding.grammar import GrammarError, Grammars, grammar_of
 from replicas.decoding.logprobs import token_logprobs
 from replicas.decoding.rows import DecodingRows, RowState
 from replicas.decoding.tokens import end_of_turn_ids, load_grammars, read_tokens
-
-__all__ = [
-    "DecodingRows",
-    "GrammarError",
-    "Grammars",
-    "RowState",
-    "end_of_turn_ids",
-    "grammar_of",
-    "load_grammars",
-    "read_tokens",
-    "token_logprobs",
-]

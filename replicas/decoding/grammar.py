@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from llguidance import LLMatcher, LLTokenizer
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher
     from llguidance._lib import JsonCompileOptions
 
 _JSON_OPTIONS: JsonCompileOptions = {
@@ -35,14 +35,11 @@ class Grammars:
     def __init__(self, tokenizer: Any, ends: Sequence[int], vocab: int) -> None:
         """`tokenizer`: of `tokenizers`. `vocab`: the width of the logits."""
         self._ends = frozenset(ends)
-        from llguidance import LLTokenizer
-
-        self._matcher = _matcher()
         self._tokens = LLTokenizer(_plain(tokenizer), n_vocab=vocab, eos_token=list(ends))
 
     def check(self, grammar: str) -> None:
         """Raises GrammarError."""
-        wrong, said = self._matcher.validate_grammar_with_warnings(grammar, self._tokens)
+        wrong, said = LLMatcher.validate_grammar_with_warnings(grammar, self._tokens)
         if wrong:
             raise GrammarError(said[0])
 
@@ -52,7 +49,7 @@ class Grammars:
 
     def match(self, grammar: str, tokens: Sequence[int]) -> GrammarState:
         """The state after these new tokens, which the grammar allows. Raises GrammarError."""
-        state = GrammarState(self._matcher(self._tokens, grammar, log_level=0), self._ends)
+        state = GrammarState(LLMatcher(self._tokens, grammar, log_level=0), self._ends)
         state.advance(tokens)
         return state
 
@@ -118,27 +115,19 @@ def grammar_of(kind: str, texts: Sequence[str]) -> str:
 
     Raises GrammarError for a schema that is no JSON; `Grammars.check` finds all else.
     """
-    matcher = _matcher()
     match kind:
         case "json_schema":
             try:
-                return matcher.grammar_from_json_schema(texts[0], overrides=_JSON_OPTIONS)
+                return LLMatcher.grammar_from_json_schema(texts[0], overrides=_JSON_OPTIONS)
             except ValueError as error:
                 raise GrammarError(str(error)) from None
         case "regex":
-            return matcher.grammar_from_regex(texts[0])
+            return LLMatcher.grammar_from_regex(texts[0])
         case "grammar":
-            return matcher.grammar_from_lark(texts[0])
+            return LLMatcher.grammar_from_lark(texts[0])
         case "choice":
-            return matcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, texts)))
+            return LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, texts)))
     raise AssertionError(kind)
-
-
-def _matcher() -> type[LLMatcher]:
-    """Imported here: a replica on its own serves without llguidance, all but grammars."""
-    from llguidance import LLMatcher
-
-    return LLMatcher
 
 
 def _plain(tokenizer: Any) -> str:

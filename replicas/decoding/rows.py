@@ -28,7 +28,9 @@ class RowState:
         self._ends = sorted(ends)
         self._bias_ids = [token for token, _ in decoding.logit_bias]
         self._bias = [bias for _, bias in decoding.logit_bias]
-        self._counts = _Counts(content, decoding.prompt_tokens) if _penalises(decoding) else None
+        added = decoding.frequency_penalty or decoding.presence_penalty
+        penalised = added or decoding.repetition_penalty != 1.0
+        self._counts = _Counts(content, decoding.prompt_tokens) if penalised else None
         self._grammar = None
         if decoding.grammar:
             assert grammars is not None, "a grammar needs the target's tokenizer"
@@ -122,14 +124,6 @@ class _Counts:
             new[place:, place_of[token]] += 1.0
             seen[place:, place_of[token]] = True
         return torch.tensor(list(place_of)), new, seen
-
-
-def _penalises(decoding: Decoding) -> bool:
-    return bool(
-        decoding.repetition_penalty != 1.0
-        or decoding.frequency_penalty
-        or decoding.presence_penalty
-    )
 
 
 class DecodingRows:

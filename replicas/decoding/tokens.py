@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -44,12 +43,9 @@ def end_of_turn_ids(encoder: Any, eos_token_ids: tuple[int, ...]) -> tuple[int, 
 
 
 def load_grammars(config: ReplicaConfig, vocab: int) -> Grammars | None:
-    """None for a planted target, which has no tokens, for a tokenizer that llguidance cannot read,
-    and where it is not installed.
-
-    `vocab`: the width of the logits.
-    """
-    if is_planted(config.target) or find_spec("llguidance") is None:
+    """None for a planted target, which has no tokens, and for a tokenizer that llguidance cannot
+    read. `vocab`: the width of the logits."""
+    if is_planted(config.target):
         return None
     encoder, eos = read_tokens(config)
     try:

@@ -6,5 +6,3 @@ from replicas.demo.corpus import build_corpus
 
 TARGET_DIR = Path(__file__).parent / "target"
 DRAFT_DIR = Path(__file__).parent / "draft"
-
-__all__ = ["DRAFT_DIR", "TARGET_DIR", "build_corpus"]

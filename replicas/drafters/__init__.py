@@ -16,5 +16,3 @@ METHODS: dict[str, Callable[[ReplicaConfig, Any], DraftSource]] = {
 }
 """Each is given transformers' config of the target, and reads no weights. Raises PairRefused, or
 OSError for a name not found."""
-
-__all__ = ["METHODS", "Ask", "DraftSource", "Drafter", "Proposal", "Seen"]

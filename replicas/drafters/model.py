@@ -20,7 +20,8 @@ from replicas.drafters.protocol import Ask, Drafter, DraftSource, Proposal, Seen
 from replicas.kv_cache import TokenRange
 from replicas.memory import DraftMemory, MemoryPlan, ModelShape, weight_bytes, without_storage
 from replicas.models.build import build
-from replicas.models.load import PairRefused, dtype_name, load_config, load_model, resolve
+from replicas.models.load import dtype_name, load_config, load_model, resolve
+from replicas.models.names import PairRefused
 from replicas.models.paged_model import ALL, Model, Wants, fill
 from replicas.models.shapes import is_planted
 from replicas.sampling import guess
@@ -148,33 +149,36 @@ class ModelSource(DraftSource):
 
     def drafter(self, target: PreTrainedModel, config: ReplicaConfig, plan: MemoryPlan) -> Drafter:
         sizes = (plan.kv_blocks, plan.pair.context_len, plan.prepack)
-        try:
-            model, _ = build(self.model, self.name, config, *sizes, exact=False)
-        except Exception as error:  # of a model's own code
-            raise PairRefused(f"{self.name}: a trial forward pass failed: {error}") from error
+        model, _ = build(self.model, self.name, config, *sizes, exact=False)
         fixed = config.fixed_shapes(self.model.device)
         passes: Model = GraphedModel(model, plan.work.rows, [1, 2]) if fixed else model
         return ModelDrafter(passes, self.name, plan.work.pass_tokens)
 
 
 def _check_vocabularies(target_path: str, draft_path: str, config: ReplicaConfig) -> int:
-    """Compare token for token and the special ones; returns one more than the highest id."""
-    if is_planted(target_path) or is_planted(draft_path):
-        return _check_planted(target_path, draft_path, config)
+    """Compare token for token and the special ones; returns one more than the highest id.
+
+    Planted models have no tokenizer: what they share is the map over their vocabulary.
+    """
+    if is_planted(target_path) != is_planted(draft_path):
+        raise PairRefused(
+            f"target {target_path} and draft {draft_path}: a planted model has no tokenizer and"
+            " goes with another planted model only"
+        )
+    if is_planted(target_path):
+        count = int(load_config(target_path, config, "target").vocab_size)
+        other = int(load_config(draft_path, config, "draft").vocab_size)
+        if count != other:
+            raise PairRefused(
+                f"target and draft have different vocabularies: {count} and {other} tokens"
+            )
+        return count
     remote = config.trust_remote_code
     target = AutoTokenizer.from_pretrained(target_path, trust_remote_code=remote)
     draft = AutoTokenizer.from_pretrained(draft_path, trust_remote_code=remote)
     ours, theirs = target.get_vocab(), draft.get_vocab()
-    if ours != theirs:
-        differing = sorted(
-            (
-                token
-                for token in ours.keys() | theirs.keys()
-                if ours.get(token) != theirs.get(token)
-            ),
-            key=lambda token: (ours.get(token, theirs.get(token)), token),
-        )
-        token = differing[0]
+    if differing := {token for token, _ in ours.items() ^ theirs.items()}:
+        token = min(differing, key=lambda one: (ours.get(one, theirs.get(one)), one))
         raise PairRefused(
             f"target and draft have different vocabularies: {len(ours)} and {len(theirs)} tokens,"
             f" {len(differing)} of them differ; first {token!r}, which is"
@@ -189,19 +193,3 @@ def _check_vocabularies(target_path: str, draft_path: str, config: ReplicaConfig
                 f" target and {theirs_id} in the draft"
             )
     return int(max(ours.values())) + 1
-
-
-def _check_planted(target_path: str, draft_path: str, config: ReplicaConfig) -> int:
-    """Planted models have no tokenizer: what they share is the map over their vocabulary."""
-    if not (is_planted(target_path) and is_planted(draft_path)):
-        raise PairRefused(
-            f"target {target_path} and draft {draft_path}: a planted model has no tokenizer and"
-            " goes with another planted model only"
-        )
-    ours = int(load_config(target_path, config, "target").vocab_size)
-    theirs = int(load_config(draft_path, config, "draft").vocab_size)
-    if ours != theirs:
-        raise PairRefused(
-            f"target and draft have different vocabularies: {ours} and {theirs} tokens"
-        )
-    return ours

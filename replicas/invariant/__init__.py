@@ -1,28 +1,8 @@
 """Sums whose bits for a token do not depend on what is computed beside it, and the proof."""
 
 from replicas.invariant.attention import HostBackend
-from replicas.invariant.check import PIECE, ROWS, trial_length, what_changes_logits
+from replicas.invariant.check import PIECE, what_changes_logits
 from replicas.invariant.layout import GATHERED_MOST, SCORES_MOST, PassLayout
-from replicas.invariant.modules import NotDeterministic, compute_in_tiles
+from replicas.invariant.modules import compute_in_tiles
 from replicas.invariant.ops import COUNTS, TILE, Arithmetic, Product, can_prepack
 from replicas.invariant.proof import RowFunction, prove
-
-__all__ = [
-    "COUNTS",
-    "GATHERED_MOST",
-    "PIECE",
-    "ROWS",
-    "SCORES_MOST",
-    "TILE",
-    "Arithmetic",
-    "HostBackend",
-    "NotDeterministic",
-    "PassLayout",
-    "Product",
-    "RowFunction",
-    "can_prepack",
-    "compute_in_tiles",
-    "prove",
-    "trial_length",
-    "what_changes_logits",
-]

@@ -102,12 +102,11 @@ class HostAttention:
         self,
         layout: PassLayout,
         cache: PagedCache,
-        shape: CacheShape,
         arithmetic: Arithmetic,
         stride: int,
     ) -> None:
         """`stride`: vectors per token in the queries that layers bring, the heads first."""
-        self._cache = cache
+        self._cache, shape = cache, cache.shape
         self._asked, self._answered = _indices(layout, shape, arithmetic, stride)
         dim, kv_heads = shape.head_dim, shape.kv_heads
         self._queries = torch.empty((self._asked.shape[0], dim))
@@ -213,16 +212,15 @@ class HostBackend:
 
     name: str = "gather"
 
-    def __init__(self, cache: PagedCache, shape: CacheShape, arithmetic: Arithmetic) -> None:
+    def __init__(self, cache: PagedCache, arithmetic: Arithmetic) -> None:
         self.cache = cache
-        self.shape = shape
         self.arithmetic = arithmetic
 
     def begin(self, layout: PassLayout, stride: int) -> HostAttention:
-        return HostAttention(layout, self.cache, self.shape, self.arithmetic, stride)
+        return HostAttention(layout, self.cache, self.arithmetic, stride)
 
     def step_layout(self, table: torch.Tensor, starts: Sequence[int], width: int) -> StepLayout:
-        return StepLayout(table, starts, width, self.shape, self.arithmetic)
+        return StepLayout(table, starts, width, self.cache.shape, self.arithmetic)
 
     def ranges_layout(self, table: torch.Tensor, ranges: Sequence[TokenRange]) -> PassLayout:
-        return ranges_layout(table, ranges, self.shape, self.arithmetic)
+        return ranges_layout(table, ranges, self.cache.shape, self.arithmetic)

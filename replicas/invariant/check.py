@@ -11,26 +11,26 @@ from typing import Any
 
 import torch
 
-ROWS = 3
+_ROWS = 3
 PIECE = 256
 """KV positions whose weighted values attention sums in one go on a device."""
 _EDGE = 12
 """Positions at the beginning, and at the end, that are computed one by one."""
 
 
-def trial_length(context_len: int) -> int:
-    """Positions of each row: past a boundary of pieces, and of a tile of tokens."""
-    return min(PIECE + _EDGE, context_len)
-
-
 @torch.inference_mode()
-def what_changes_logits(model: Any, table: torch.Tensor, length: int) -> str | None:
+def what_changes_logits(model: Any) -> str | None:
     """What the model's logits change with, bit for bit: None when with nothing that was tried.
 
-    `model` is a `PagedModel`; `table`, [ROWS, blocks], holds `length` positions per row and belongs
-    to no sequence.
+    `model` is a `PagedModel` whose blocks belong to no sequence.
     """
-    tokens = torch.randint(model.vocab, (ROWS, length), generator=torch.Generator().manual_seed(0))
+    size = model.cache.shape.block_size
+    # Past a boundary of pieces, and of a tile of tokens.
+    length = min(PIECE + _EDGE, model.cache.shape.context_len)
+    blocks = min(-(-length // size), model.cache.blocks // _ROWS)
+    length = min(length, blocks * size)
+    table = torch.arange(1, 1 + _ROWS * blocks, device=model.device).view(_ROWS, blocks)
+    tokens = torch.randint(model.vocab, (_ROWS, length), generator=torch.Generator().manual_seed(0))
     noted: dict[tuple[int, int], torch.Tensor] = {}
     """Logits, [vocab], by row and position."""
 
@@ -51,17 +51,17 @@ def what_changes_logits(model: Any, table: torch.Tensor, length: int) -> str | N
         return False
 
     edge = min(_EDGE, length // 3)
-    for row in range(ROWS):  # alone: nothing of it is noted yet
+    for row in range(_ROWS):  # alone: nothing of it is noted yet
         differs([row], [0], [*[1] * edge, length - 2 * edge, *[1] * edge])
-    every = list(range(ROWS))
+    every = list(range(_ROWS))
     widths = [7, 1, 2, 9, 3, 5, 4]
     ragged = [length - edge - 5 * row for row in every]
     parts = [edge // 4, 1, edge // 3]
     trials = {
         "the number of tokens per pass": ([0], [0], [length]),
         "the draft length": ([0], [length - sum(widths)], widths),
-        "the batch": (every, [0] * ROWS, [length]),
-        "the batch and the draft length": (every, [length - sum(widths)] * ROWS, widths),
+        "the batch": (every, [0] * _ROWS, [length]),
+        "the batch and the draft length": (every, [length - sum(widths)] * _ROWS, widths),
         "batch mates' length": (every, ragged, [*parts, edge - sum(parts)]),
     }
     for name, (rows, starts, parts) in trials.items():

@@ -45,7 +45,6 @@ class RowGroup:
 class PassLayout:
     """Where one forward pass reads and writes."""
 
-    tokens: int
     positions: torch.Tensor  # [padded tokens], int64, within the context
     slots: tuple[Any, Any]  # arrays [padded tokens], int64: block to write, and position in it
     groups: list[RowGroup]
@@ -85,8 +84,7 @@ def ranges_layout(
     """
     columns = table.numpy()
     lengths = [end - begin for begin, end in ranges]
-    count = sum(lengths)
-    padded = arithmetic.padded(count)
+    padded = arithmetic.padded(sum(lengths))
     positions = np.concatenate([np.arange(begin, end) for begin, end in ranges])
     rows = np.repeat(np.arange(len(ranges)), lengths)
     block, offset = _places(columns, rows, positions, shape)
@@ -106,7 +104,6 @@ def ranges_layout(
             own = columns[of_rows[some]]
             groups.append(_group(queries, own, ends[some], shape, arithmetic))
     return PassLayout(
-        tokens=count,
         positions=torch.from_numpy(_padded(positions.clip(0, shape.context_len - 1), padded)),
         slots=(_padded(block, padded), _padded(offset, padded)),
         groups=groups,

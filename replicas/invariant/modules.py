@@ -22,16 +22,13 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from replicas.invariant.ops import TILE, in_tiles
-
-
-class NotDeterministic(ValueError):
-    """The model cannot be made batch-invariant here; the message says what stands against it."""
+from replicas.models.names import PairRefused
 
 
 def compute_in_tiles(model: PreTrainedModel) -> None:
     """Give the model's layers forward passes in tiles.
 
-    Raises NotDeterministic for a model with layers that are not row-wise.
+    Raises PairRefused for a model with layers that are not row-wise.
     """
     hidden = model.config.hidden_size
     for name, module in model.named_modules():
@@ -42,7 +39,7 @@ def compute_in_tiles(model: PreTrainedModel) -> None:
             continue
         arguments = inspect.signature(module.forward).parameters
         if len(arguments) != 1:
-            raise NotDeterministic(
+            raise PairRefused(
                 f"{name}: {type(module).__name__} takes {', '.join(arguments)}; only layers that"
                 " treat each token for itself can be deterministic"
             )

@@ -3,20 +3,5 @@
 from replicas.kv_cache.allocator import BlockAllocator, OutOfBlocks
 from replicas.kv_cache.cache import PagedCache
 from replicas.kv_cache.device_layout import DeviceLayout, DeviceWindow, device_ranges
-from replicas.kv_cache.prefix import Chain, root_key
+from replicas.kv_cache.prefix import Chain
 from replicas.kv_cache.shape import SCRAP_BLOCK, CacheShape, TokenRange, passes
-
-__all__ = [
-    "SCRAP_BLOCK",
-    "BlockAllocator",
-    "CacheShape",
-    "Chain",
-    "DeviceLayout",
-    "DeviceWindow",
-    "OutOfBlocks",
-    "PagedCache",
-    "TokenRange",
-    "device_ranges",
-    "passes",
-    "root_key",
-]

@@ -82,26 +82,9 @@ class BlockAllocator:
             self._published[sequence_id] = len(table)
         return len(table)
 
-    def followers(
-        self, keys: Sequence[Sequence[bytes]], fills: Sequence[int], least: int
-    ) -> list[int]:
-        """Which of several new sequences should come after the others, because those will have
-        blocks of theirs: none, unless that spares more than `least` blocks in all.
-
-        `keys[i]` are those of sequence i, of which its own batch computes the first `fills[i]`.
-        """
-        coming: set[bytes] = set()
-        behind = []
-        spared = 0
-        for index, (own, filled) in enumerate(zip(keys, fills, strict=True)):
-            found = _leading(key in self._block_of for key in own)
-            with_others = _leading(key in self._block_of or key in coming for key in own[:filled])
-            if with_others > found:
-                behind.append(index)
-                spared += with_others - found
-            else:
-                coming.update(own[:filled])
-        return behind if spared > least else []
+    def found(self, keys: Iterable[bytes]) -> int:
+        """How many of a new sequence's leading blocks are here."""
+        return sum(1 for _ in takewhile(self._block_of.__contains__, keys))
 
     def publish(self, sequence_id: str, keys: Sequence[bytes]) -> None:
         """Let others find the sequence's leading blocks by these keys; it writes there no more.
@@ -175,8 +158,3 @@ class BlockAllocator:
         owned = [block for block in range(1, self.blocks + 1) if owners[block]]
         everything = sorted([*owned, *self._unowned, *self._free])
         assert everything == list(range(1, self.blocks + 1)), "a KV block is lost or doubled"
-
-
-def _leading(hits: Iterable[bool]) -> int:
-    """How many are true before the first that is not."""
-    return sum(1 for _ in takewhile(bool, hits))

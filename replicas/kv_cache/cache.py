@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from replicas.kv_cache.shape import CacheShape
+
 
 class PagedCache:
     """One model's KV tensors.
@@ -27,26 +29,24 @@ class PagedCache:
 
     def __init__(
         self,
+        shape: CacheShape,
         layers: int,
-        kv_heads: int,
-        head_dim: int,
         blocks: int,
-        block_size: int,
         dtype: torch.dtype,
         device: torch.device,
         by_head: bool = False,
     ) -> None:
         """`blocks` without the scrap block, which is added; `by_head` is the order for a CPU."""
+        self.shape = shape
         self.blocks = blocks
-        self.block_size = block_size
         self.dtype = dtype
         self._overflows = dtype is torch.float16
-        self._kv_heads = kv_heads
         self._by_head = by_head
-        shape = (blocks + 1, block_size, 2, kv_heads, head_dim)
+        block_size, kv_heads, head_dim = shape.block_size, shape.kv_heads, shape.head_dim
+        sizes = (blocks + 1, block_size, 2, kv_heads, head_dim)
         if self._by_head:
-            shape = (blocks + 1, 2, kv_heads, block_size, head_dim)
-        self._stores = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
+            sizes = (blocks + 1, 2, kv_heads, block_size, head_dim)
+        self._stores = [torch.zeros(sizes, dtype=dtype, device=device) for _ in range(layers)]
         self.layers = self._stores
         """Of each layer, whatever lies where: [blocks + 1, block_size, 2, kv_heads, head_dim]."""
         self._arrays: list[Any] = []
@@ -73,8 +73,8 @@ class PagedCache:
     def runs(self, blocks: Any) -> torch.Tensor:  # [2 * kv_heads * blocks of all rows], int64
         """Where the keys and values of these blocks, [rows, blocks], lie: one run for a block and a
         head of either, in the order row, KV head, keys or values, block of the row."""
-        per_block = 2 * self._kv_heads
-        heads = np.arange(per_block).reshape(2, self._kv_heads).T
+        per_block = 2 * self.shape.kv_heads
+        heads = np.arange(per_block).reshape(2, self.shape.kv_heads).T
         runs = blocks[:, None, None, :] * per_block + heads[:, :, None]
         return torch.from_numpy(runs.reshape(-1))
 

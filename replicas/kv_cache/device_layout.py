@@ -32,11 +32,10 @@ class DeviceWindow:
         shape: CacheShape,
         cells: torch.Tensor | None = None,
         lengths: torch.Tensor | None = None,
-        prompts: bool = False,
     ) -> None:
         """`reach`: KV positions that every row reads, known on the host; `cells`, [tokens], int64:
         the tokens of the pass, of all cells if None, and `lengths`, [rows], int64, how many of them
-        each row has; `prompts`: they are prompts of which nothing is cached."""
+        each row has."""
         self.table = table
         self.starts = starts
         self.width = width
@@ -44,7 +43,6 @@ class DeviceWindow:
         self.shape = shape
         self.cells = cells
         self._lengths = lengths
-        self.prompts = prompts
         self.rows = table.shape[0]
 
     @property
@@ -145,5 +143,4 @@ def device_ranges(
         shape,
         upload(cells, torch.int64, table.device) if ragged else None,
         upload([end - begin for begin, end in ranges], torch.int64, table.device),
-        prompts=not any(starts),
     )

@@ -15,24 +15,17 @@ from hashlib import blake2b
 _KEY_BYTES = 32
 
 
-def root_key(identity: Sequence[object], salt: str) -> bytes:
-    """The key before a sequence's first block: what else than tokens decides its KV, and which
-    sequences share it. Different `identity` or `salt` never share a block."""
-    return blake2b(repr((tuple(identity), salt)).encode(), digest_size=_KEY_BYTES).digest()
-
-
-def next_key(before: bytes, tokens: Sequence[int]) -> bytes:
-    """The key of a full block with these tokens, behind a block of the key `before`."""
-    return blake2b(before + array("q", tokens).tobytes(), digest_size=_KEY_BYTES).digest()
-
-
 class Chain:
     """The keys of one sequence's leading blocks, computed as far as they are asked for."""
 
-    def __init__(self, root: bytes, block_size: int, ahead: int = 0) -> None:
-        """`ahead`: tokens behind a block that its content depends on, too; 0 for what sees only
-        tokens before it."""
-        self._last = root
+    def __init__(
+        self, identity: Sequence[object], salt: str, block_size: int, ahead: int = 0
+    ) -> None:
+        """`identity`: what else than tokens decides the KV; with another one, or another `salt`, no
+        block is shared. `ahead`: tokens behind a block that its content depends on, too; 0 for what
+        sees only tokens before it."""
+        root = repr((tuple(identity), salt)).encode()
+        self._last = blake2b(root, digest_size=_KEY_BYTES).digest()
         self._block_size = block_size
         self._ahead = ahead
         self._keys: list[bytes] = []
@@ -44,6 +37,7 @@ class Chain:
         assert blocks <= max(most, 0), "a block that is not full has no key"
         for index in range(len(self._keys), blocks):
             begin = index * size + ahead if index else 0
-            self._last = next_key(self._last, content[begin : (index + 1) * size + ahead])
+            tokens = array("q", content[begin : (index + 1) * size + ahead]).tobytes()
+            self._last = blake2b(self._last + tokens, digest_size=_KEY_BYTES).digest()
             self._keys.append(self._last)
         return self._keys[:blocks]

@@ -11,21 +11,3 @@ from replicas.memory.plan import (
     plan_memory,
 )
 from replicas.memory.shapes import DraftMemory, ModelShape, PairShape, weight_bytes, without_storage
-
-__all__ = [
-    "Buffers",
-    "DraftMemory",
-    "MemoryPlan",
-    "ModelShape",
-    "PairShape",
-    "PassBytes",
-    "TooLittleMemory",
-    "Workload",
-    "check_memory",
-    "free_bytes",
-    "in_mib",
-    "measured_passes",
-    "plan_memory",
-    "weight_bytes",
-    "without_storage",
-]

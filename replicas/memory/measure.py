@@ -48,10 +48,10 @@ def measured_passes(
     """The passes of a workload, each kind measured once, with rows as long as the context."""
     sizes, device, block_size = ModelShape.of(target.config), target.device, config.block_size
     dims = (sizes.heads, sizes.kv_heads, sizes.head_dim)
-    kv = PagedCache(sizes.layers, *dims[1:], _BLOCKS, block_size, target.dtype, device)
     tiled = config.deterministic
     shape = CacheShape(block_size, context_len, *dims, tile=TILE if tiled else 1)
-    backend = device_attention(kv, shape)
+    kv = PagedCache(shape, sizes.layers, _BLOCKS, target.dtype, device)
+    backend = device_attention(kv)
     model = PagedModel(target, kv, backend, Arithmetic((TILE,) if tiled else ()))
     columns = -(-context_len // block_size)
 

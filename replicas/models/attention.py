@@ -12,15 +12,9 @@ from math import e, log2
 import torch
 
 from replicas.invariant import PIECE
-from replicas.kv_cache import (
-    CacheShape,
-    DeviceLayout,
-    DeviceWindow,
-    PagedCache,
-    TokenRange,
-    device_ranges,
-)
+from replicas.kv_cache import DeviceLayout, DeviceWindow, PagedCache, TokenRange, device_ranges
 from replicas.models.decoder import LayerAttention
+from replicas.models.names import PairRefused
 from replicas.models.paged_model import ERROR_FLOOR, plain_attention
 
 QUERIES = 64
@@ -32,24 +26,19 @@ _LENGTH_MOST = 600
 _WIDTHS = (1, 5)
 
 
-class AttentionRefused(ValueError):
-    """A model's attention cannot run on this device; the message says what is missing."""
-
-
 class PagedBackend:
     name: str = "paged"
 
-    def __init__(self, cache: PagedCache, shape: CacheShape) -> None:
-        """Raises AttentionRefused."""
+    def __init__(self, cache: PagedCache) -> None:
+        """Raises PairRefused."""
         self.cache = cache
-        self.shape = shape
         try:
             from replicas.kernels import attention as kernels
         except ImportError as error:
-            raise AttentionRefused(f"attention on a GPU needs Triton: {error}") from None
-        self._group = shape.heads // shape.kv_heads
+            raise PairRefused(f"attention on a GPU needs Triton: {error}") from None
+        self._group = cache.shape.heads // cache.shape.kv_heads
         if self._group > QUERIES:
-            raise AttentionRefused(
+            raise PairRefused(
                 f"{self._group} query heads share a KV head; attention on a GPU serves"
                 f" {QUERIES} at most"
             )
@@ -58,13 +47,13 @@ class PagedBackend:
         self.width_most = summed_in_pieces(self._group)
 
     def step_layout(self, table: torch.Tensor, starts: Sequence[int], width: int) -> DeviceLayout:
-        return DeviceLayout(table, starts, width, self.shape)
+        return DeviceLayout(table, starts, width, self.cache.shape)
 
     def ranges_layout(self, table: torch.Tensor, ranges: Sequence[TokenRange]) -> DeviceWindow:
-        return device_ranges(table, ranges, self.shape)
+        return device_ranges(table, ranges, self.cache.shape)
 
     def begin(self, layout: DeviceWindow, stride: int) -> LayerAttention:
-        kernels, shape, group = self._kernels, self.shape, self._group
+        kernels, shape, group = self._kernels, self.cache.shape, self._group
         rows, kv_heads, dim = layout.rows, shape.kv_heads, shape.head_dim
         table, starts = layout.table, layout.starts
         firsts, counts = layout.runs
@@ -109,19 +98,19 @@ class PagedBackend:
         return attention
 
 
-def device_attention(cache: PagedCache, shape: CacheShape) -> PagedBackend:
+def device_attention(cache: PagedCache) -> PagedBackend:
     """The attention over a GPU's cache, tried out: on random keys and values, over rows of
     different lengths in blocks out of order, it computes what a plain one does.
 
-    Called while no sequence has a block; the cache is cleared afterwards. Raises AttentionRefused.
+    Called while no sequence has a block; the cache is cleared afterwards. Raises PairRefused.
     """
-    backend = PagedBackend(cache, shape)
+    backend = PagedBackend(cache)
     try:
         _try_out(backend)
-    except AttentionRefused:
+    except PairRefused:
         raise
     except Exception as error:  # a kernel's compiler may raise anything
-        raise AttentionRefused(f"Triton runs no attention on this device: {error}") from error
+        raise PairRefused(f"Triton runs no attention on this device: {error}") from error
     finally:
         cache.clear()
     return backend
@@ -129,8 +118,8 @@ def device_attention(cache: PagedCache, shape: CacheShape) -> PagedBackend:
 
 @torch.inference_mode()
 def _try_out(backend: PagedBackend) -> None:
-    """Raises AttentionRefused where it computes something else than a plain attention."""
-    cache, shape = backend.cache, backend.shape
+    """Raises PairRefused where it computes something else than a plain attention."""
+    cache, shape = backend.cache, backend.cache.shape
     rows = min(_ROWS, cache.blocks)
     room = min(cache.blocks // rows * shape.block_size, shape.context_len, _LENGTH_MOST)
     columns = -(-room // shape.block_size)
@@ -149,7 +138,7 @@ def _try_out(backend: PagedBackend) -> None:
 
 
 def _compare(backend: PagedBackend, window: DeviceWindow, ranges: Sequence[TokenRange]) -> None:
-    cache, shape = backend.cache, backend.shape
+    cache, shape = backend.cache, backend.cache.shape
     vectors, scaling = shape.heads + 2 * shape.kv_heads, shape.head_dim**-0.5
     queries = torch.randn(window.padded, vectors, shape.head_dim, device=window.table.device)
     queries = queries.to(cache.dtype)
@@ -164,7 +153,7 @@ def _compare(backend: PagedBackend, window: DeviceWindow, ranges: Sequence[Token
     plain = torch.cat(expected).flatten(1)
     limit = ERROR_FLOOR[cache.dtype] * plain.abs().max()
     if not bool((got - plain).abs().max() <= limit):  # NaN, too
-        raise AttentionRefused("Triton's attention computes something else here than a plain one")
+        raise PairRefused("Triton's attention computes something else here than a plain one")
 
 
 def summed_in_pieces(group: int) -> int:

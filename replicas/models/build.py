@@ -19,22 +19,20 @@ from transformers import PreTrainedModel
 from replicas.config import ReplicaConfig
 from replicas.invariant import (
     COUNTS,
-    ROWS,
     TILE,
     Arithmetic,
     HostBackend,
-    NotDeterministic,
     Product,
     RowFunction,
     compute_in_tiles,
     prove,
-    trial_length,
     what_changes_logits,
 )
 from replicas.kv_cache import CacheShape, PagedCache
 from replicas.memory import ModelShape
 from replicas.models.attention import device_attention
 from replicas.models.decoder import JoinedDecoder, NotJoined
+from replicas.models.names import PairRefused
 from replicas.models.paged_model import ERROR_FLOOR, AttentionBackend, Output, PagedModel
 from replicas.models.reference import FINER, own_logits
 
@@ -56,31 +54,20 @@ def build(
 ) -> tuple[PagedModel, str]:
     """The model on a cache of `blocks`, and how it computes, for people.
 
-    Not `exact`: its output decides no token, so nothing is proven or padded for it. Raises what
-    the model's own forward raises, and AttentionRefused.
+    Not `exact`: its output decides no token, so nothing is proven or padded for it. Raises
+    PairRefused for what cannot be served.
     """
-    shape = ModelShape.of(model.config)
-    on_host = computes_on_host(config, model.device)
-    cache = PagedCache(
-        shape.layers,
-        shape.kv_heads,
-        shape.head_dim,
-        blocks,
-        config.block_size,
-        model.dtype,
-        model.device,
-        by_head=on_host,
-    )
-    of_cache = CacheShape(
-        config.block_size, context_len, shape.heads, shape.kv_heads, shape.head_dim
-    )
+    sizes, on_host = ModelShape.of(model.config), computes_on_host(config, model.device)
     deterministic = exact and config.deterministic
     paged: PagedModel | None = None
-    if not deterministic or (on_host and model.dtype is torch.float32):
-        prepack = prepack and on_host
-        paged, layers = _usual(model, cache, of_cache, prepack, on_host, exact)
-    if paged is None or (deterministic and not paged.arithmetic.proven):
-        paged, layers = _in_tiles(model, cache, of_cache, on_host)
+    try:
+        cache = cache_of(sizes, config, blocks, context_len, model)
+        if not deterministic or (on_host and model.dtype is torch.float32):
+            paged, layers = _usual(model, cache, prepack and on_host, on_host, exact)
+        if paged is None or (deterministic and not paged.arithmetic.proven):
+            paged, layers = _in_tiles(model, cache, on_host)
+    except Exception as error:  # also of a model's own code
+        raise PairRefused(f"{name}: a trial forward pass failed: {error}") from error
     built = f"{layers}; {paged.arithmetic}"
     _log.info("%s: %s", name, built)
     return paged, built
@@ -89,7 +76,7 @@ def build(
 @torch.inference_mode()
 def trial_logits(paged: PagedModel) -> torch.Tensor:  # [tokens, vocab]
     """The logits of a pass over the first blocks, which belong to no sequence yet."""
-    shape = paged.backend.shape
+    shape = paged.cache.shape
     tokens = _trial_tokens(paged.model, shape)
     width = tokens.shape[0]
     table = torch.arange(1, 1 - (-width // shape.block_size), device=paged.device)[None]
@@ -104,76 +91,64 @@ def computes_on_host(config: ReplicaConfig, device: torch.device) -> bool:
     return device.type == "cpu" and not config.fixed_shapes(device)
 
 
-def attention_over(
-    cache: PagedCache, shape: CacheShape, arithmetic: Arithmetic, on_host: bool
-) -> AttentionBackend:
-    """The attention of a CPU or of a GPU; raises AttentionRefused."""
+def cache_of(
+    sizes: ModelShape, config: ReplicaConfig, blocks: int, context_len: int, beside: PreTrainedModel
+) -> PagedCache:
+    """A cache of so many blocks for layers of these sizes, on the device of a model and in its
+    dtype."""
+    dims, device = (sizes.heads, sizes.kv_heads, sizes.head_dim), beside.device
+    shape = CacheShape(config.block_size, context_len, *dims)
+    by_head = computes_on_host(config, device)
+    return PagedCache(shape, sizes.layers, blocks, beside.dtype, device, by_head)
+
+
+def attention_over(cache: PagedCache, arithmetic: Arithmetic, on_host: bool) -> AttentionBackend:
+    """The attention of a CPU or of a GPU; raises PairRefused."""
     if on_host:
-        return HostBackend(cache, shape, arithmetic)
-    return device_attention(cache, shape)
+        return HostBackend(cache, arithmetic)
+    return device_attention(cache)
 
 
-def _in_tiles(
-    model: PreTrainedModel,
-    cache: PagedCache,
-    shape: CacheShape,
-    on_host: bool,
-) -> tuple[PagedModel, str]:
+def _in_tiles(model: PreTrainedModel, cache: PagedCache, on_host: bool) -> tuple[PagedModel, str]:
     """Deterministic: in passes of whole tiles, by the fastest way that is found to be so, and what
-    the layers are. Raises NotDeterministic."""
+    the layers are. Raises PairRefused."""
     arithmetic = Arithmetic((TILE,), proven=True)
-    shape = replace(shape, tile=TILE)
-    backend = attention_over(cache, shape, arithmetic, on_host)
+    cache.shape = replace(cache.shape, tile=TILE)
+    backend = attention_over(cache, arithmetic, on_host)
     # On a host a function of some rows may depend on where its threads divide them.
     if not on_host:
-        decoder, layers = _joined(model, cache, shape, False, backend)
+        decoder, layers = _joined(model, cache, False, backend)
         for one in decoder.products if decoder else ():
             one.tile = TILE
         if decoder is not None:
             paged = PagedModel(model, cache, backend, arithmetic, decoder)
-            differing = _what_changes(paged)
+            differing = what_changes_logits(paged)
             if differing is None:
                 return paged, layers
             _log.warning("%s: logits change with %s", layers, differing)
     compute_in_tiles(model)
     paged = PagedModel(model, cache, backend, arithmetic)
-    differing = _what_changes(paged)
+    differing = what_changes_logits(paged)
     if differing is not None:
-        raise NotDeterministic(f"{type(model).__name__}: logits change with {differing}")
+        raise PairRefused(f"{type(model).__name__}: logits change with {differing}")
     return paged, "separate layers (in tiles)"
 
 
-def _what_changes(paged: PagedModel) -> str | None:
-    """What the model's logits change with, None with nothing."""
-    trial_logits(paged)
-    shape, blocks_there = paged.backend.shape, paged.cache.blocks
-    length = trial_length(shape.context_len)
-    blocks = min(-(-length // shape.block_size), blocks_there // ROWS)
-    length = min(length, blocks * shape.block_size)
-    table = torch.arange(1, 1 + ROWS * blocks, device=paged.device).view(ROWS, blocks)
-    return what_changes_logits(paged, table, length)
-
-
 def _usual(
-    model: PreTrainedModel,
-    cache: PagedCache,
-    shape: CacheShape,
-    prepack: bool,
-    on_host: bool,
-    exact: bool,
+    model: PreTrainedModel, cache: PagedCache, prepack: bool, on_host: bool, exact: bool
 ) -> tuple[PagedModel, str]:
     """With joined layers where they can be, and the arithmetic proven on a CPU in float32."""
     arithmetic = Arithmetic(COUNTS if on_host else ())
-    backend = attention_over(cache, shape, arithmetic, on_host)
-    decoder, layers = _joined(model, cache, shape, prepack, backend)
+    backend = attention_over(cache, arithmetic, on_host)
+    decoder, layers = _joined(model, cache, prepack, backend)
     products = decoder.products if decoder else []
     if on_host and exact and model.dtype is torch.float32:
         products = products or _tiled_products(model, prepack)
         if products:
             shapes = {(one.weight.shape[1], one.weight.shape[0]) for one in products}
             rowwise = decoder.rowwise if decoder else _rowwise(model)
-            arithmetic = prove(shapes, [shape.head_dim], rowwise, prepack)
-            backend = HostBackend(cache, shape, arithmetic)
+            arithmetic = prove(shapes, [cache.shape.head_dim], rowwise, prepack)
+            backend = HostBackend(cache, arithmetic)
     for one in products if on_host else ():
         one.tile = arithmetic.tile
     paged = PagedModel(model, cache, backend, arithmetic, decoder)
@@ -182,17 +157,12 @@ def _usual(
 
 
 def _joined(
-    model: PreTrainedModel,
-    cache: PagedCache,
-    shape: CacheShape,
-    prepack: bool,
-    backend: AttentionBackend,
+    model: PreTrainedModel, cache: PagedCache, prepack: bool, backend: AttentionBackend
 ) -> tuple[JoinedDecoder | None, str]:
-    own = own_logits(model, _trial_tokens(model, shape))
-    finer = FINER[model.dtype]
-    truth = own_logits(model, _trial_tokens(model, shape), finer)
+    tokens, finer = _trial_tokens(model, cache.shape), FINER[model.dtype]
+    own, truth = own_logits(model, tokens), own_logits(model, tokens, finer)
     try:
-        decoder = JoinedDecoder(model, cache, shape.context_len, prepack)
+        decoder = JoinedDecoder(model, cache, prepack)
     except NotJoined as reason:
         return None, f"separate layers ({reason})"
     joined = trial_logits(PagedModel(model, cache, backend, Arithmetic(), decoder))

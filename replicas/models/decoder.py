@@ -105,9 +105,7 @@ _ROWS_MOST = 4 * TILE
 class JoinedDecoder:
     """The decoder of a model over its paged cache."""
 
-    def __init__(
-        self, model: PreTrainedModel, cache: PagedCache, context_len: int, prepack: bool
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, cache: PagedCache, prepack: bool) -> None:
         """Takes the model's weights over; raises NotJoined, and then has changed nothing. `prepack`
         is that of `Product.of`."""
         if type(model) not in MAKES:
@@ -127,7 +125,7 @@ class JoinedDecoder:
         self._norm = _norm(body.norm)
         self._prepack = prepack
         self._head = self._product(model.lm_head)
-        positions = torch.arange(context_len, device=self._embedding.device)
+        positions = torch.arange(cache.shape.context_len, device=self._embedding.device)
         cos, sin = body.rotary_emb(self._embedding, positions[None])
         self._cos, self._sin = cos[0], sin[0]  # [context_len, rotated]
         self._rotate = sys.modules[type(first).__module__].apply_rotary_pos_emb

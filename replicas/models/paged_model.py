@@ -7,7 +7,7 @@ with full attention works. Llama-like ones run faster with joined layers (`decod
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -18,8 +18,9 @@ from torch.nn.functional import pad
 from transformers import AttentionInterface, PreTrainedModel
 
 from replicas.invariant import Arithmetic, PassLayout
-from replicas.kv_cache import CacheShape, DeviceWindow, PagedCache, TokenRange, passes
+from replicas.kv_cache import DeviceWindow, PagedCache, TokenRange, passes
 from replicas.models.decoder import JoinedDecoder, LayerAttention
+from replicas.models.names import PairRefused
 from replicas.transfers import upload
 
 ATTENTION = "lockstep_paged"
@@ -31,10 +32,6 @@ ERROR_FLOOR = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """An error that is always accepted, as a share of the largest logit: the noise of a few tokens."""
 
 
-class UnsupportedAttention(ValueError):
-    """Serving the model would silently compute something else than the model does."""
-
-
 Layout = PassLayout | DeviceWindow
 """Where a pass reads and writes, on a CPU and on a device."""
 
@@ -42,11 +39,8 @@ Layout = PassLayout | DeviceWindow
 class AttentionBackend(Protocol):
     """One way to attend over a paged cache, with the index arithmetic that it needs."""
 
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def shape(self) -> CacheShape: ...
+    name: str
+    cache: PagedCache
 
     def step_layout(self, table: torch.Tensor, starts: Sequence[int], width: int) -> Any:
         """The passes over `width` positions from each row's start on, which may be -1.
@@ -87,13 +81,17 @@ class Output:
 
 
 class Model(Protocol):
-    """What runs forward passes: a `PagedModel`, or one whose passes have fixed shapes."""
+    """What runs forward passes: a `PagedModel`, one whose passes have fixed shapes, or a head,
+    which takes hidden states beside tokens."""
 
     backend: AttentionBackend
     device: torch.device
     vocab: int
 
-    def forward(self, tokens: torch.Tensor, layout: Any, wants: Wants = ALL) -> Output: ...
+    @property
+    def forward(self) -> Callable[..., Output]:
+        """(tokens, layout, wants, *hidden)."""
+        ...
 
 
 class PagedModel:
@@ -217,13 +215,6 @@ class _CacheDoor:
         return key_states, value_states
 
 
-def refuse_other_maths(arguments: Mapping[str, Any]) -> None:
-    """Raise UnsupportedAttention when a model asks for more than plain softmax attention."""
-    for name in _OTHER_MATHS & arguments.keys():
-        if arguments[name] is not None:
-            raise UnsupportedAttention(f"the model's attention needs {name!r}, which is not served")
-
-
 def paged_attention(
     module: nn.Module,
     query: torch.Tensor,  # [1, heads, tokens, head_dim]
@@ -235,7 +226,9 @@ def paged_attention(
 ) -> tuple[torch.Tensor, None]:  # [1, tokens, heads, head_dim]
     """Attention for transformers' interface: by the current pass over the paged cache, or without
     one plainly, over the keys that are given, the last of which are the tokens' own."""
-    refuse_other_maths(kwargs)
+    for name in _OTHER_MATHS & kwargs.keys():
+        if kwargs[name] is not None:
+            raise PairRefused(f"the model's attention needs {name!r}, which is not served")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     current = _PASS.get()
     if current is None:

@@ -7,6 +7,7 @@ in the batch. What drafts is known by its `DraftSource` alone.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,15 +18,15 @@ from replicas.config import ReplicaConfig
 from replicas.drafters import METHODS, Drafter, DraftSource
 from replicas.memory import MemoryPlan, ModelShape, PairShape, weight_bytes, without_storage
 from replicas.models.load import (
-    PairRefused,
     dtype_name,
     dtype_of,
     load_config,
     load_model,
     resolve,
     resolve_device,
-    take_part,
 )
+from replicas.models.names import PairRefused
+from replicas.models.rank_weights import keep_own_part
 from replicas.models.shapes import ACCEPTANCE
 
 
@@ -72,7 +73,7 @@ def read_pair(config: ReplicaConfig) -> Pair:
     # Only the target's output counts: a draft that sees more than it was trained for drafts worse.
     check_attention(of_target, context_len)
     target = without_storage(of_target, config)
-    take_part(target, config, rank=0)
+    keep_own_part(target, 0, config.tensor_parallel)
     return Pair(
         target=target,
         draft=draft,
@@ -95,9 +96,8 @@ def load_pair(config: ReplicaConfig, read: Pair | None = None) -> Pair:
     rank = dist.get_rank() if config.tensor_parallel > 1 else 0
     path = resolve(config.target, "target", dtype_name(config))
     draft = None if read.draft is None else read.draft.load(config, device)
-    target = load_model(
-        path, config, device, ACCEPTANCE, lambda whole: take_part(whole, config, rank)
-    )
+    divide = partial(keep_own_part, rank=rank, ranks=config.tensor_parallel)
+    target = load_model(path, config, device, ACCEPTANCE, divide)
     return replace(read, target=target, draft=draft, device=device)
 
 

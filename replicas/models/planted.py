@@ -30,7 +30,8 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from replicas.models.shapes import SHAPES, BadPlantedName, PlantedName, map_shift, parse_planted
+from replicas.models.names import PairRefused
+from replicas.models.shapes import SHAPES, PlantedName, map_shift, parse_planted
 
 _log = logging.getLogger(__name__)
 
@@ -75,7 +76,7 @@ def plant(
     `planted_follows`, the share of generated tokens that follow the map, if it was measured.
 
     `acceptance` holds where the name gives none; 1 damps the layers fully and measures nothing.
-    Raises BadPlantedName when the wanted acceptance cannot be had.
+    Raises PairRefused when the wanted acceptance cannot be had.
     """
     parsed = parse_planted(name)
     config = planted_config(parsed)
@@ -144,7 +145,7 @@ def _calibrate(
             break
         low, high = (scale, high) if follows < wanted else (low, scale)
     if abs(follows - wanted) > 5 * _NEAR:
-        raise BadPlantedName(
+        raise PairRefused(
             f"acceptance: {wanted} cannot be planted in {name.shape!r}, the nearest found is"
             f" {follows:.3f}"
         )

@@ -18,45 +18,45 @@ from torch import nn
 from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
+from replicas.models.names import PairRefused
+
 _COLUMNS, _COLUMNS_JOINED = "colwise", "colwise_gather_output"
 _ROWS, _ROWS_OF_WHOLE = "rowwise", "rowwise_split_input"
 _WHOLE = frozenset({"embedding_rowwise", "replicated_with_grad_allreduce", "replicate"})
 """Left on every rank: an embedding is looked up, not multiplied, and norms are small."""
 
 
-class NotDivisible(ValueError):
-    """The model cannot be divided by that number; the message says which part cannot."""
+def keep_own_part(model: PreTrainedModel, rank: int, ranks: int) -> None:
+    """Keep this rank's part of each layer, which of one rank is all of it; from then on all ranks
+    must compute together.
 
-
-def _check_divisible(config: object, ranks: int) -> None:
-    """Raise NotDivisible unless every rank gets the same whole number of heads."""
+    The model's config says from then on how many heads are here. Raises PairRefused.
+    """
+    if ranks == 1:
+        return
+    config = model.config
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
         count = getattr(config, name, None)
         if count is not None and count % ranks:
-            raise NotDivisible(f"{name} is {count}, which {ranks} ranks cannot share evenly")
-
-
-def keep_own_part(model: PreTrainedModel, rank: int, ranks: int) -> None:
-    """Keep this rank's part of each layer; from then on all ranks must compute together.
-
-    The model's config says from then on how many heads are here. Raises NotDivisible.
-    """
-    config = model.config
-    _check_divisible(config, ranks)
+            raise _refused(f"{name} is {count}, which {ranks} ranks cannot share evenly")
     plan = dict(model.tp_plan or {})
     if not plan:
-        raise NotDivisible(f"{type(model).__name__} has no plan for tensor parallelism")
+        raise _refused(f"{type(model).__name__} has no plan for tensor parallelism")
     for name, module in model.named_modules():
         style = plan.get(_generic(name))
         if style is None or style in _WHOLE:
             continue
         if not isinstance(module, nn.Linear):
-            raise NotDivisible(f"{name}: {type(module).__name__} is no linear layer")
+            raise _refused(f"{name}: {type(module).__name__} is no linear layer")
         _divide(name, module, style, rank, ranks)
     heads = config.num_attention_heads
     config.head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     config.num_key_value_heads = (getattr(config, "num_key_value_heads", None) or heads) // ranks
     config.num_attention_heads = heads // ranks
+
+
+def _refused(why: str) -> PairRefused:
+    return PairRefused(f"tensor_parallel: {why}")
 
 
 def _generic(name: str) -> str:
@@ -70,21 +70,21 @@ def _divide(name: str, module: nn.Linear, style: str, rank: int, ranks: int) -> 
         if outputs % ranks:
             if style == _COLUMNS_JOINED:
                 return  # an odd vocabulary's output matrix stays whole: the result is the same
-            raise NotDivisible(f"{name}: {outputs} outputs cannot be shared by {ranks} ranks")
+            raise _refused(f"{name}: {outputs} outputs cannot be shared by {ranks} ranks")
         part = slice(rank * outputs // ranks, (rank + 1) * outputs // ranks)
         _keep(module, module.weight[part], None if module.bias is None else module.bias[part])
         if style == _COLUMNS_JOINED:
             module.forward = _joined(module, ranks)  # type: ignore[method-assign, assignment]
     elif style in (_ROWS, _ROWS_OF_WHOLE):
         if inputs % ranks:
-            raise NotDivisible(f"{name}: {inputs} inputs cannot be shared by {ranks} ranks")
+            raise _refused(f"{name}: {inputs} inputs cannot be shared by {ranks} ranks")
         part = slice(rank * inputs // ranks, (rank + 1) * inputs // ranks)
         _keep(module, module.weight[:, part], module.bias)
         module.forward = _summed(  # type: ignore[method-assign, assignment]
             module, part if style == _ROWS_OF_WHOLE else slice(None)
         )
     else:
-        raise NotDivisible(f"{name}: the plan says {style!r}, which is not served")
+        raise _refused(f"{name}: the plan says {style!r}, which is not served")
 
 
 def _keep(module: nn.Linear, weight: torch.Tensor, bias: torch.Tensor | None) -> None:

@@ -15,6 +15,8 @@ from urllib.parse import parse_qsl
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from replicas.models.names import PairRefused
+
 PLANTED = "planted:"
 
 ACCEPTANCE = 0.7
@@ -59,10 +61,6 @@ DRAFTS = {"qwen3-8b": "qwen3-0.6b", "tiny": "tiny-draft"}
 """The usual draft of a target's shape."""
 
 
-class BadPlantedName(ValueError):
-    """A name that begins with `planted:` and names no model; the message says what is wrong."""
-
-
 class PlantedName(BaseModel):
     """A planted model's name, taken apart."""
 
@@ -92,18 +90,18 @@ def is_planted(name: str) -> bool:
 
 
 def parse_planted(name: str) -> PlantedName:
-    """Take a name apart; raises BadPlantedName."""
+    """Take a name apart; raises PairRefused."""
     shape, _, settings = name.removeprefix(PLANTED).partition("?")
     if shape not in SHAPES and not Path(shape, "config.json").is_file():
-        raise BadPlantedName(
+        raise PairRefused(
             f"{name}: {shape!r} is neither a directory with a config.json nor one of"
             f" {', '.join(SHAPES)}"
         )
     given = dict(parse_qsl(settings, keep_blank_values=True))
     if "shape" in given:
-        raise BadPlantedName(f"{name}: shape stands before the question mark")
+        raise PairRefused(f"{name}: shape stands before the question mark")
     try:
         return PlantedName(**{**given, "shape": shape})
     except ValidationError as error:
         wrong = error.errors()[0]
-        raise BadPlantedName(f"{name}: {wrong['loc'][0]}: {wrong['msg']}") from None
+        raise PairRefused(f"{name}: {wrong['loc'][0]}: {wrong['msg']}") from None

@@ -3,13 +3,3 @@
 from replicas.parallel.ranks import RankHandle, ReplicaBroken
 from replicas.parallel.rendezvous import LOOPBACK
 from replicas.parallel.replica import ParallelReplica, follow, load_parallel, load_replica
-
-__all__ = [
-    "LOOPBACK",
-    "ParallelReplica",
-    "RankHandle",
-    "ReplicaBroken",
-    "follow",
-    "load_parallel",
-    "load_replica",
-]

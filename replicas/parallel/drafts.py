@@ -1,13 +1,12 @@
 """One drafter for all ranks of a replica: rank 0 proposes, the others get its tokens.
 
 The other ranks hold no drafter. What else the drafter decides there, because it decides which
-blocks are shared, comes with rank 0's messages: its traits, and how far its caches reach.
+blocks are shared, comes with rank 0's messages: its name and taps, and how far its caches reach.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -15,14 +14,6 @@ from torch.nn.functional import pad
 
 from replicas.drafters import Ask, Drafter, Proposal, Seen
 from replicas.stopwatch import Stopwatch
-
-
-@dataclass(frozen=True, slots=True)
-class DrafterTraits:
-    """What a replica reads of its drafter beside the drafts."""
-
-    name: str
-    taps: tuple[int, ...]
 
 
 class LeadingDrafter:
@@ -34,10 +25,6 @@ class LeadingDrafter:
         self.begin, self.end = drafter.begin, drafter.end
         self.observe, self.rollback = drafter.observe, drafter.rollback
         self.valid = drafter.valid
-
-    @property
-    def traits(self) -> DrafterTraits:
-        return DrafterTraits(self.name, self.taps)
 
     def propose(self, ask: Ask, watch: Stopwatch) -> Proposal:
         proposal = self._drafter.propose(ask, watch)
@@ -52,8 +39,9 @@ class LeadingDrafter:
 class FollowingDrafter:
     """Another rank's: has no drafts of its own."""
 
-    def __init__(self, traits: DrafterTraits) -> None:
-        self.name, self.taps = traits.name, traits.taps
+    def __init__(self, name: str, taps: tuple[int, ...]) -> None:
+        """Those of rank 0's."""
+        self.name, self.taps = name, taps
         self.reach: dict[str, int | None] = {}
         """What rank 0's drafter says of the rows that are released now. In a prefill it has seen
         all that the target has filled."""

@@ -14,7 +14,6 @@ from __future__ import annotations
 import functools
 import socket
 import time
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -23,20 +22,14 @@ from pydantic import TypeAdapter
 
 Store = Any
 """torch.distributed's; its types name none."""
+Address = tuple[str, int]
+"""Host and port, where a rank finds rank 0."""
 LOOPBACK = "127.0.0.1"
 GROUP_TIMEOUT = timedelta(minutes=5)
 """Of the process group: ranks read weights at their own pace before they first meet."""
 _PIECE_BYTES = 4 << 20
 """The store takes 8 MiB at once."""
 _MORE, _LAST = b"+", b"."
-
-
-@dataclass(frozen=True, slots=True)
-class Address:
-    """What a rank must be told to find rank 0."""
-
-    host: str
-    port: int
 
 
 def host_store(host: str = LOOPBACK) -> tuple[Store, Address]:
@@ -52,13 +45,14 @@ def host_store(host: str = LOOPBACK) -> tuple[Store, Address]:
             wait_for_workers=False,
             master_listen_fd=listener.detach(),
         )
-    return store, Address(host, port)
+    return store, (host, port)
 
 
 def join_store(address: Address) -> Store:
     """The same store for another rank. Raises DistNetworkError."""
+    host, port = address
     return dist.TCPStore(  # type: ignore[attr-defined]
-        address.host, address.port, is_master=False, timeout=GROUP_TIMEOUT
+        host, port, is_master=False, timeout=GROUP_TIMEOUT
     )
 
 

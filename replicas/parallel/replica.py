@@ -27,9 +27,10 @@ from replicas.calibration import calibrated
 from replicas.config import ReplicaConfig
 from replicas.decoding import load_grammars
 from replicas.memory import MemoryPlan, check_memory, free_bytes, plan_memory
-from replicas.models.load import PairRefused, resolve_device
+from replicas.models.load import resolve_device
+from replicas.models.names import PairRefused
 from replicas.models.pair import load_pair, read_pair
-from replicas.parallel.drafts import DrafterTraits, FollowingDrafter, LeadingDrafter
+from replicas.parallel.drafts import FollowingDrafter, LeadingDrafter
 from replicas.parallel.ranks import FAILED_S, Failure, RankHandle, Ranks, ReplicaBroken
 from replicas.parallel.rendezvous import (
     GROUP_TIMEOUT,
@@ -67,7 +68,8 @@ class _Start:
     """What a rank must know before it builds its replica."""
 
     plan: MemoryPlan
-    drafter: DrafterTraits | None
+    drafter: tuple[str, tuple[int, ...]] | None
+    """Its name and taps."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -80,14 +82,10 @@ class _Released:
 class ParallelReplica:
     """Rank 0 and the others; to be used like a `Replica`, from one thread."""
 
-    def __init__(
-        self, replica: Replica, ranks: Ranks, drafter: LeadingDrafter | None = None
-    ) -> None:
-        """`drafter` is the replica's."""
+    def __init__(self, replica: Replica, ranks: Ranks) -> None:
         self.replica = replica
         """Rank 0."""
         self._ranks = ranks
-        self._drafter = drafter
         self.spec: ReplicaSpec = replica.spec
 
     def step(self, batch: Batch, interrupted: Callable[[], bool] = lambda: False) -> StepResult:
@@ -114,7 +112,7 @@ class ParallelReplica:
 
     def release(self, sequence_ids: Iterable[str]) -> None:
         """As `Replica.release`; raises ReplicaBroken."""
-        here, drafter = self.replica.residents, self._drafter
+        here, drafter = self.replica.residents, self.replica.drafter
         rows = {
             name: drafter.valid(name) if drafter is not None and name in here else None
             for name in sequence_ids
@@ -206,10 +204,10 @@ def _lead(config: ReplicaConfig, store: Store, ranks: Ranks) -> ParallelReplica:
     plan = plan_memory(config, pair.shape, device, loaded=True, free=free)
     drafter = pair.drafter(config, plan)
     leading = None if drafter is None else LeadingDrafter(drafter)
-    ranks.tell(_Start(plan, None if leading is None else leading.traits))
+    ranks.tell(_Start(plan, None if leading is None else (leading.name, leading.taps)))
     replica = Replica(pair, config, plan, leading)
     replica.grammars = load_grammars(config, replica.spec.embedding_size)
-    return ParallelReplica(replica, ranks, leading)
+    return ParallelReplica(replica, ranks)
 
 
 def follow(config: ReplicaConfig, rank: int, address: Address) -> None:
@@ -241,7 +239,7 @@ def load_rank(
     pair = load_pair(config, dataclasses.replace(read_pair(config), draft=None))
     rank_0.send(free_bytes(device, config.gpu_share or 1.0))
     start: _Start = rank_0.receive(_Start, _LOAD_S)
-    drafter = None if start.drafter is None else FollowingDrafter(start.drafter)
+    drafter = None if start.drafter is None else FollowingDrafter(*start.drafter)
     replica = Replica(pair, config, start.plan, drafter)
     replica.grammars = load_grammars(config, replica.spec.embedding_size)
     return replica, drafter

@@ -3,11 +3,3 @@
 from replicas.sampling.choice import SamplingBatch, choose, guess
 from replicas.sampling.columns import likeliest
 from replicas.sampling.noise import Noise
-
-__all__ = [
-    "Noise",
-    "SamplingBatch",
-    "choose",
-    "guess",
-    "likeliest",
-]

@@ -3,5 +3,3 @@
 from scheduler.batching.dispatch import Dispatcher
 from scheduler.batching.grouping import passes_bound
 from scheduler.batching.placement import lightest, rows_to_move
-
-__all__ = ["Dispatcher", "lightest", "passes_bound", "rows_to_move"]

@@ -1,5 +1,3 @@
 """How many tokens a batch drafts, by expected goodput: latency, acceptance, policy."""
 
 from scheduler.draft_length.policy import CostEstimates, DraftPolicy, StepPlan
-
-__all__ = ["CostEstimates", "DraftPolicy", "StepPlan"]

@@ -52,7 +52,7 @@ class Mortal(LocalEngine):
 
 
 @cache
-def world(hot: bool, architecture: str = "llama") -> tuple[list[Request], list[list[int]]]:
+def world(hot: bool, architecture: str) -> tuple[list[Request], list[list[int]]]:
     """Requests with draft lengths and priorities of their own, and their outputs one by one
     without a drafter."""
     requests = sampled(conversations(seed=21)) if hot else conversations(seed=21)
@@ -130,7 +130,7 @@ def test_a_drafter_gets_the_memory_that_it_asks_for() -> None:
 
 def test_a_token_that_was_asked_for_and_not_drafted_counts_as_tried() -> None:
     """So what asking for tokens gains is told by what was tried, however seldom a row drafts."""
-    requests, expected = world(hot=False)
+    requests, expected = world(False, "llama")
     answered = zip(requests, expected, strict=True)
     config = SchedulerConfig(rows_max=4, draft_len=5, steps_per_batch_max=1)
     engine = LocalEngine(replica_of("always", answered), config)
@@ -150,7 +150,7 @@ IN_BFLOAT16 = {"dtype": "bfloat16", "deterministic": True, "kv_blocks": 512}
 
 @cache
 def in_bfloat16_alone() -> tuple[list[Request], list[list[int]]]:
-    requests = [replace(one, draft_len=None) for one in world(hot=True)[0][:8]]
+    requests = [replace(one, draft_len=None) for one in world(True, "llama")[0][:8]]
     replica = replica_of("none", [], pair_in(torch.bfloat16), **IN_BFLOAT16)
     engine = LocalEngine(replica, SchedulerConfig(rows_max=1, draft_len=0))
     return requests, [output.tokens for output in engine.generate(requests)]

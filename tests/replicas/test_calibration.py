@@ -56,8 +56,10 @@ def test_few_and_many_rows_are_timed_with_and_without_drafting() -> None:
 
 
 def test_a_replica_without_room_is_tried_as_far_as_it_goes() -> None:
-    replica = tiny_replica("llama", kv_blocks=64)
+    replica = tiny_replica("llama", kv_blocks=64, plan_rows=5, plan_draft_len=3)
+    assert replica.planned == (5, 3)
     assert kinds(steps_of(replica)) == {(1, 0), (1, 4), (2, 0), (2, 4)}
+    assert kinds(steps_of(replica, 2, 0)) == {(1, 0), (2, 0)}, "memory is planned for no more"
     replica.spec = replace(replica.spec, rows_max=1)
     assert kinds(steps_of(replica)) == {(1, 0), (1, 4)}
     replica.spec = replace(replica.spec, draft_len_max=2)
@@ -103,14 +105,6 @@ def test_a_prefill_that_takes_long_is_the_largest_one_tried(
         monkeypatch.setattr(calibration, "CHUNK_S_MAX", most_s)
         tried = [batch.prefill_tokens for batch, _ in prefills_of(replica)]
         assert tried[::PREFILLS] == sizes
-
-
-def test_trials_stay_within_what_memory_is_planned_for() -> None:
-    """Of a replica that has room for more: its buffers have not."""
-    replica = tiny_replica("llama")
-    assert kinds(steps_of(replica, 2, 0)) == {(1, 0), (2, 0)}
-    replica = tiny_replica("llama", calibrate=True, plan_rows=2, plan_draft_len=3)
-    assert replica.planned == (2, 3)
 
 
 @pytest.mark.parametrize("number", [2, 12])

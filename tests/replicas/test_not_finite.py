@@ -8,6 +8,8 @@ change not a bit.
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
 
@@ -60,13 +62,18 @@ def play(client: Overflowing, k: int, ragged: bool, guilty: bool) -> dict[str, l
     return {name: client.contents[name] for name in INNOCENT}
 
 
+@cache
+def without(graphs: str) -> dict[str, list[int]]:
+    """What the innocent commit by themselves, however they draft."""
+    return play(Overflowing(graphs=graphs), 3, False, guilty=False)
+
+
 @pytest.mark.parametrize("graphs", ["off", "on"])
 @pytest.mark.parametrize(("k", "ragged"), [(0, False), (3, False), (3, True)])
 def test_others_commit_what_they_would_without_it(graphs: str, k: int, ragged: bool) -> None:
-    expected = play(Overflowing(graphs=graphs), k, ragged, guilty=False)
+    expected = without(graphs)
     got = play(Overflowing(graphs=graphs), k, ragged, guilty=True)
     for name, prompt in INNOCENT.items():
-        # With a third row others draft.
         n = min(len(got[name]), len(expected[name]))
         assert n >= len(prompt) + 2
         assert got[name][:n] == expected[name][:n]

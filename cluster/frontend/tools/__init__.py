@@ -11,17 +11,3 @@ from cluster.frontend.tools.use import (
     json_object,
     tool_format,
 )
-
-__all__ = [
-    "CallDelta",
-    "CallTurn",
-    "FunctionName",
-    "NamedTool",
-    "Tool",
-    "ToolCall",
-    "ToolChoice",
-    "ToolReader",
-    "ToolUse",
-    "json_object",
-    "tool_format",
-]

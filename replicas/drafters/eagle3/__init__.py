@@ -1,7 +1,4 @@
 """EAGLE-3 heads (arXiv 2503.01840): one layer that drafts from hidden states of the target."""
 
-from replicas.drafters.eagle3.config import HeadRefused
 from replicas.drafters.eagle3.drafter import Eagle3Drafter, HeadSource
 from replicas.drafters.eagle3.weights import load_head, read_head
-
-__all__ = ["Eagle3Drafter", "HeadRefused", "HeadSource", "load_head", "read_head"]

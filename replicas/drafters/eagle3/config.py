@@ -12,12 +12,10 @@ from typing import Any
 
 from transformers import AutoConfig
 
+from replicas.models.names import PairRefused
+
 LAYER = "layers.0."
 _LAYERS = ("llama", "qwen3")
-
-
-class HeadRefused(ValueError):
-    """The checkpoint is no EAGLE-3 head for this target; the message names what is wrong."""
 
 
 @dataclass(frozen=True)
@@ -96,22 +94,22 @@ class HeadConfig:
 def head_config(said: Mapping[str, Any], names: Collection[str], target: Any) -> HeadConfig:
     """What the checkpoint's `config.json` and its tensors' names say, for a target of this config.
 
-    Raises HeadRefused.
+    Raises PairRefused.
     """
     eagle = said.get("eagle_config") or {}
     if "speculators_model_type" in said:
         if said["speculators_model_type"] != "eagle3":
-            raise HeadRefused(f"speculators_model_type: {said['speculators_model_type']!r}")
+            raise PairRefused(f"speculators_model_type: {said['speculators_model_type']!r}")
         of_layer = said.get("transformer_layer_config") or {}
     else:
         of_layer = said
         if not eagle.get("use_aux_hidden_state", True):
-            raise HeadRefused("use_aux_hidden_state: a head on one hidden state is no EAGLE-3")
+            raise PairRefused("use_aux_hidden_state: a head on one hidden state is no EAGLE-3")
     layer = _layer(of_layer)
     vocab = said.get("draft_vocab_size") or layer.vocab_size
     width, target_width = layer.hidden_size, said.get("target_hidden_size") or layer.hidden_size
     if target_width != target.hidden_size:
-        raise HeadRefused(
+        raise PairRefused(
             f"target_hidden_size: {target_width}, but the target is {target.hidden_size} wide"
         )
     ids = said.get("eagle_aux_hidden_state_layer_ids") or eagle.get(
@@ -119,7 +117,7 @@ def head_config(said: Mapping[str, Any], names: Collection[str], target: Any) ->
     )
     own_embedding = "embed_tokens.weight" in names
     if width != target_width and not own_embedding:
-        raise HeadRefused("embed_tokens.weight is missing: the target's has another width")
+        raise PairRefused("embed_tokens.weight is missing: the target's has another width")
     return HeadConfig(
         width=width,
         target_width=target_width,
@@ -143,12 +141,12 @@ def head_config(said: Mapping[str, Any], names: Collection[str], target: Any) ->
 def _layer(said: Mapping[str, Any]) -> Any:
     kind = said.get("model_type")
     if kind not in _LAYERS:
-        raise HeadRefused(f"model_type: layers of kind {kind!r}; served are {', '.join(_LAYERS)}")
+        raise PairRefused(f"model_type: layers of kind {kind!r}; served are {', '.join(_LAYERS)}")
     layer = AutoConfig.for_model(**said)
     if layer.num_hidden_layers != 1:
-        raise HeadRefused(f"num_hidden_layers: {layer.num_hidden_layers}; served is one layer")
+        raise PairRefused(f"num_hidden_layers: {layer.num_hidden_layers}; served is one layer")
     if layer.hidden_act != "silu":
-        raise HeadRefused(f"hidden_act: {layer.hidden_act!r}; served is 'silu'")
+        raise PairRefused(f"hidden_act: {layer.hidden_act!r}; served is 'silu'")
     return layer
 
 
@@ -159,7 +157,7 @@ def _taps(ids: list[int] | None, layers: int) -> tuple[int, ...]:
     if taps[0] == 1:
         taps = [one + 1 for one in taps]
     if not all(0 <= one < layers for one in taps):
-        raise HeadRefused(
+        raise PairRefused(
             f"eagle_aux_hidden_state_layer_ids: {ids or taps} of a target with {layers} layers"
         )
     return tuple(taps)

@@ -19,15 +19,15 @@ from transformers import PreTrainedModel
 
 from replicas.config import ReplicaConfig
 from replicas.cuda import GraphedModel
-from replicas.drafters.eagle3.config import HeadRefused
 from replicas.drafters.eagle3.layer import HeadLayer
 from replicas.drafters.eagle3.weights import Head, load_head, read_head
 from replicas.drafters.protocol import Ask, Drafter, DraftSource, Proposal, Seen
 from replicas.invariant import Arithmetic
-from replicas.kv_cache import SCRAP_BLOCK, CacheShape, PagedCache
+from replicas.kv_cache import SCRAP_BLOCK
 from replicas.memory import DraftMemory, MemoryPlan, ModelShape
-from replicas.models.build import attention_over, computes_on_host
-from replicas.models.load import PairRefused, dtype_of, resolve
+from replicas.models.build import attention_over, cache_of, computes_on_host
+from replicas.models.load import dtype_of, resolve
+from replicas.models.names import PairRefused
 from replicas.models.paged_model import ALL
 from replicas.sampling import guess
 from replicas.stopwatch import Stopwatch
@@ -178,7 +178,7 @@ class HeadSource(DraftSource):
         path = resolve(name, "draft", field=config.drafting_field)
         try:
             of_head = read_head(path, target)
-        except HeadRefused as error:
+        except PairRefused as error:
             raise PairRefused(f"speculative.model: {path}: {error}") from None
         except OSError as error:
             raise OSError(f"speculative.model: {error}") from error
@@ -196,19 +196,16 @@ class HeadSource(DraftSource):
         path = resolve(self.name, "draft", field=config.drafting_field)
         try:
             head = load_head(path, self.head.config, dtype_of(config), device)
-        except HeadRefused as error:
+        except PairRefused as error:
             raise PairRefused(f"speculative.model: {path}: {error}") from None
         return replace(self, head=head)
 
     def drafter(self, target: PreTrainedModel, config: ReplicaConfig, plan: MemoryPlan) -> Drafter:
-        sizes, size, device = ModelShape.of(self.head.config), config.block_size, target.device
-        heads, kv_heads, dim = sizes.heads, sizes.kv_heads, sizes.head_dim
-        shape = CacheShape(size, plan.pair.context_len, heads, kv_heads, dim)
-        on_host = computes_on_host(config, device)
-        cache = PagedCache(1, kv_heads, dim, plan.kv_blocks, size, target.dtype, device, on_host)
-        backend = attention_over(cache, shape, Arithmetic(), on_host)
+        sizes, device = ModelShape.of(self.head.config), target.device
+        cache = cache_of(sizes, config, plan.kv_blocks, plan.pair.context_len, target)
+        backend = attention_over(cache, Arithmetic(), computes_on_host(config, device))
         embeddings = target.get_input_embeddings().weight.detach()
-        layer = HeadLayer(self.head, embeddings, cache, shape, backend, plan.prepack)
+        layer = HeadLayer(self.head, embeddings, backend, plan.prepack)
         passes: HeadLayer | GraphedModel = layer
         if config.fixed_shapes(device):
             passes = GraphedModel(layer, plan.work.rows, [1], hidden_size=self.head.config.width)

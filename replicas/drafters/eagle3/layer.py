@@ -16,7 +16,6 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from replicas.drafters.eagle3.config import LAYER
 from replicas.drafters.eagle3.weights import Head
 from replicas.invariant import Product
-from replicas.kv_cache import CacheShape, PagedCache
 from replicas.models.paged_model import AttentionBackend, Output, Wants
 
 
@@ -27,8 +26,6 @@ class HeadLayer:
         self,
         head: Head,
         embeddings: torch.Tensor,  # [target's vocabulary, target's width], where it has none
-        cache: PagedCache,
-        shape: CacheShape,
         backend: AttentionBackend,
         prepack: bool,
     ) -> None:
@@ -38,7 +35,7 @@ class HeadLayer:
         tensors = head.tensors
         self._norms = {key: value for key, value in tensors.items() if "norm" in key}
         self._embeddings = tensors.get("embed_tokens.weight", embeddings)
-        self.cache = cache
+        self.cache = cache = backend.cache
         self._heads, self._kv_heads = config.num_attention_heads, config.num_key_value_heads
         self._dim = config.head_dim
         self._scaling = self._dim**-0.5
@@ -61,7 +58,7 @@ class HeadLayer:
         self._down = product(mlp + "down_proj")
         self._lm_head = product("lm_head")
         rotary: Any = LlamaRotaryEmbedding(config.layer).to(embeddings.device)
-        positions = torch.arange(shape.context_len, device=embeddings.device)[None]
+        positions = torch.arange(cache.shape.context_len, device=embeddings.device)[None]
         cos, sin = rotary(torch.empty(0, dtype=cache.dtype, device=embeddings.device), positions)
         self._cos, self._sin = cos[0][:, None], sin[0][:, None]  # [context_len, 1, head_dim]
 

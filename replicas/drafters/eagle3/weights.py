@@ -12,8 +12,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers.utils import cached_file
 
-from replicas.drafters.eagle3.config import LAYER, HeadConfig, HeadRefused, head_config
+from replicas.drafters.eagle3.config import LAYER, HeadConfig, head_config
 from replicas.drafters.eagle3.planted import PLANTED_HEAD, planted_head, planted_tensors
+from replicas.models.names import PairRefused
 from replicas.models.shapes import map_shift
 
 _MAPS = ("d2t", "t2d")
@@ -36,7 +37,7 @@ class Head:
 def read_head(name: str, target: Any) -> HeadConfig:
     """Read the config of the head in a directory or on the hub, for a target of this config.
 
-    Raises HeadRefused, or OSError for a name not found.
+    Raises PairRefused, or OSError for a name not found.
     """
     if name == PLANTED_HEAD:
         return planted_head(target)
@@ -44,9 +45,9 @@ def read_head(name: str, target: Any) -> HeadConfig:
     try:
         said = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise HeadRefused(f"config.json: no JSON: {error}") from None
+        raise PairRefused(f"config.json: no JSON: {error}") from None
     if not isinstance(said, dict):
-        raise HeadRefused("config.json: no object")
+        raise PairRefused("config.json: no object")
     return head_config(said, _read_tensors(name, values=False).keys(), target)
 
 
@@ -63,15 +64,15 @@ def _read_tensors(name: str, values: bool = True) -> dict[str, torch.Tensor]:
                     for key in opened.keys()  # noqa: SIM118, no mapping
                 }
         except SafetensorError as error:
-            raise HeadRefused(f"model.safetensors: {error}") from None
+            raise PairRefused(f"model.safetensors: {error}") from None
     else:
         file = cached_file(name, "pytorch_model.bin", _raise_exceptions_for_missing_entries=False)
         if file is None:
-            raise HeadRefused("neither model.safetensors nor pytorch_model.bin is there")
+            raise PairRefused("neither model.safetensors nor pytorch_model.bin is there")
         try:
             found = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
         except (UnpicklingError, RuntimeError):  # torch's own words advise to trust it
-            raise HeadRefused("pytorch_model.bin is no zip file of tensors alone") from None
+            raise PairRefused("pytorch_model.bin is no zip file of tensors alone") from None
     return {
         key.replace("midlayer.", LAYER): value
         for key, value in found.items()
@@ -80,7 +81,7 @@ def _read_tensors(name: str, values: bool = True) -> dict[str, torch.Tensor]:
 
 
 def load_head(name: str, config: HeadConfig, dtype: torch.dtype, device: torch.device) -> Head:
-    """Raises HeadRefused with the tensors' names."""
+    """Raises PairRefused with the tensors' names."""
     if name == PLANTED_HEAD:
         tensors = planted_tensors(config, dtype, device)
         return Head(config, tensors, None, map_shift(config.target_vocab))
@@ -95,7 +96,7 @@ def load_head(name: str, config: HeadConfig, dtype: torch.dtype, device: torch.d
         if key in found and tuple(found[key].shape) != shape
     ]
     if wrong:
-        raise HeadRefused("; ".join(sorted(wrong)))
+        raise PairRefused("; ".join(sorted(wrong)))
     return Head(
         config,
         {key: value.to(device, dtype) for key, value in found.items()},
@@ -110,17 +111,17 @@ def _ids(
     vocab, target_vocab = config.vocab_size, config.target_vocab
     if "d2t" not in maps:
         if vocab != target_vocab:
-            raise HeadRefused(f"d2t is missing: the head has {vocab} tokens of {target_vocab}")
+            raise PairRefused(f"d2t is missing: the head has {vocab} tokens of {target_vocab}")
         return None
     if tuple(maps["d2t"].shape) != (vocab,):
-        raise HeadRefused(f"d2t is {list(maps['d2t'].shape)}, not {[vocab]}")
+        raise PairRefused(f"d2t is {list(maps['d2t'].shape)}, not {[vocab]}")
     ids = torch.arange(vocab) + maps["d2t"].to(torch.int64)
     if not bool(((ids >= 0) & (ids < target_vocab)).all()):
-        raise HeadRefused(f"d2t leads beyond the target's {target_vocab} tokens")
+        raise PairRefused(f"d2t leads beyond the target's {target_vocab} tokens")
     known = maps.get("t2d")
     if known is not None:
         marked = torch.zeros(target_vocab, dtype=torch.bool)
         marked[ids] = True
         if not torch.equal(known.to(torch.bool), marked):
-            raise HeadRefused("t2d does not mark the tokens that d2t leads to")
+            raise PairRefused("t2d does not mark the tokens that d2t leads to")
     return ids.to(device)

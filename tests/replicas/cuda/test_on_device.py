@@ -108,21 +108,17 @@ def model_on_meta(
     tiled: bool = False,
 ) -> PagedModel:
     """A model without weights, as it is on a GPU."""
-    block_size = 16
     with META:
         model = random_model(architecture).to(dtype).eval().requires_grad_(False)
     model.set_attn_implementation(ATTENTION)
     config = model.config
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    tile = TILE if tiled else 1
-    shape = CacheShape(block_size, CONTEXT, heads, kv_heads, head_dim, tile)
-    cache = PagedCache(
-        config.num_hidden_layers, kv_heads, head_dim, BLOCKS, block_size, dtype, META
-    )
+    shape = CacheShape(16, CONTEXT, heads, kv_heads, head_dim, TILE if tiled else 1)
+    cache = PagedCache(shape, config.num_hidden_layers, BLOCKS, dtype, META)
     arithmetic = Arithmetic((TILE,)) if tiled else Arithmetic()
-    backend = Kernels(cache, shape)
-    decoder = JoinedDecoder(model, cache, CONTEXT, False) if join else None
+    backend = Kernels(cache)
+    decoder = JoinedDecoder(model, cache, False) if join else None
     if tiled and decoder is None:
         compute_in_tiles(model)
     for one in decoder.products if decoder and tiled else ():
@@ -151,8 +147,7 @@ def test_every_kind_of_pass_can_be_recorded(
     model = model_on_meta(architecture, dtype, **more)
     taps = (0, 1) if "tiled" not in more else ()
     for width in (1, 4):
-        kind = Kind(ROWS, width, 80 // model.backend.shape.block_size or 1)
-        one = FixedPass(model, model.backend.shape, kind, taps, None)
+        one = FixedPass(model, Kind(ROWS, width, 5), taps, None)
         with recordable():
             out = one.compute()
         assert out.logits is not None
@@ -167,11 +162,9 @@ def test_so_can_passes_of_a_head(kind: str) -> None:
     with META:
         tensors = {name: torch.empty(shape) for name, shape in config.tensors.items()}
         embeddings = torch.empty(TARGET_VOCAB, config.target_width)
-    shape = CacheShape(16, CONTEXT, 4, 2, 8)
-    cache = PagedCache(1, 2, 8, BLOCKS, 16, torch.float32, META)
-    head = Head(config, tensors, None)
-    layer = HeadLayer(head, embeddings, cache, shape, Kernels(cache, shape), False)
-    one = FixedPass(layer, shape, Kind(ROWS, 1, 5), (), None, config.width)
+    cache = PagedCache(CacheShape(16, CONTEXT, 4, 2, 8), 1, BLOCKS, torch.float32, META)
+    layer = HeadLayer(Head(config, tensors, None), embeddings, Kernels(cache), False)
+    one = FixedPass(layer, Kind(ROWS, 1, 5), (), None, config.width)
     with recordable():
         out = one.compute()
     assert out.logits is not None

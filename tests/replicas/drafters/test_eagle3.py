@@ -6,20 +6,23 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
-from itertools import product
+from functools import cache
+from itertools import count, product
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from replicas.config import ReplicaConfig
 from replicas.drafters import Ask
-from replicas.drafters.eagle3 import HeadRefused, HeadSource, load_head, read_head
-from replicas.drafters.eagle3.config import head_config
+from replicas.drafters.eagle3 import HeadSource, load_head, read_head
+from replicas.drafters.eagle3.config import HeadConfig, head_config
 from replicas.drafters.eagle3.drafter import TOGETHER
 from replicas.memory import plan_memory
+from replicas.models.names import PairRefused
 from replicas.sampling.choice import SamplingBatch
 from replicas.stopwatch import Stopwatch
 from scheduler.messages import SamplingParams
@@ -72,14 +75,25 @@ def path(tmp_path: Path) -> str:
     return save_head(tmp_path, TARGET, said(True))
 
 
-def expected(path: str, content: list[int], k: int) -> list[int]:
-    """The same by the equations, on hidden states of transformers' own forward pass."""
+@cache
+def plain_target() -> PreTrainedModel:
+    """A copy: asking for hidden states changes its layers."""
+    return copy.deepcopy(target_model("llama"))
+
+
+@cache
+def plain_tensors(path: str) -> tuple[HeadConfig, dict[str, Any]]:
     config = read_head(path, TARGET)
     head = load_head(path, config, torch.float32, CPU)
     tensors: dict[str, Any] = dict(head.tensors)
     if head.ids is not None:
         tensors["d2t"] = head.ids - torch.arange(config.vocab_size)
-    model = copy.deepcopy(target_model("llama"))  # asking for hidden states changes its layers
+    return config, tensors
+
+
+def expected(path: str, content: list[int], k: int) -> list[int]:
+    """The same by the equations, on hidden states of transformers' own forward pass."""
+    model, (config, tensors) = plain_target(), plain_tensors(path)
     with torch.no_grad():
         out = model(torch.tensor([content[:-1]]), output_hidden_states=True)
     hidden = torch.cat([out.hidden_states[tap][0] for tap in config.taps], -1)
@@ -90,47 +104,37 @@ def expected(path: str, content: list[int], k: int) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("wiring", "kind", "speculators", "pickled"),
+    ("whole", "own_embedding", "pickled"),
     [
-        (wiring, kind, *FORMATS[number % len(FORMATS)])
-        for number, (wiring, kind) in enumerate(product(WIRINGS, ("llama", "qwen3")))
+        *(
+            (said(FORMATS[number % 3][0], kind, **wiring), False, FORMATS[number % 3][1])
+            for number, (wiring, kind) in enumerate(product(WIRINGS, ("llama", "qwen3")))
+        ),
+        (said(True, hidden_size=24, target_hidden_size=32, fc_norm=True), True, False),
+        (
+            said(False, "qwen3", hidden_size=48, target_hidden_size=32, norm_before_fc=True),
+            True,
+            True,
+        ),
+        (said(True, draft_vocab_size=TARGET_VOCAB), True, False),
     ],
-    ids=str,
+    ids=count(),
 )
 def test_drafts_are_those_of_the_equations(
-    tmp_path: Path, wiring: dict[str, object], kind: str, speculators: bool, pickled: bool
+    tmp_path: Path, whole: dict[str, Any], own_embedding: bool, pickled: bool
 ) -> None:
-    """After prefill in chunks, plain steps, drafting ones, and rows of several lengths."""
-    path = save_head(tmp_path, TARGET, said(speculators, kind, **wiring), pickled=pickled, **LEFT)
+    """After prefill in chunks, plain steps, drafting ones, and rows of several lengths; also of a
+    head with an embedding, a width, and a vocabulary of its own."""
+    path = save_head(tmp_path, TARGET, whole, own_embedding, pickled, **LEFT)
+    config = read_head(path, TARGET)
+    mapped = load_head(path, config, torch.float32, CPU).ids is not None
+    assert mapped == (config.vocab_size < TARGET_VOCAB)
     client = Headed(path, prefill_chunk_tokens=8, plan_prefill_rows=1)
     client.prefill(new=60, a=prompt(23), b=prompt(2), c=prompt(9))
     for k, n in ((0, 2), (3, 2), (0, 1), (2, 3), (0, TOGETHER + 2)):
         client.steps(k, n)
         client.check_drafts(4)
     client.check()
-
-
-@pytest.mark.parametrize(
-    "whole",
-    [
-        said(True, hidden_size=24, target_hidden_size=32, fc_norm=True),
-        said(False, "qwen3", hidden_size=48, target_hidden_size=32, norm_before_fc=True),
-        said(True, draft_vocab_size=TARGET_VOCAB),
-    ],
-    ids=["narrower", "wider", "with all of the target's tokens"],
-)
-def test_a_head_may_bring_its_embedding_and_have_a_width_and_a_vocabulary_of_its_own(
-    tmp_path: Path, whole: dict[str, Any]
-) -> None:
-    path = save_head(tmp_path, TARGET, whole, own_embedding=True)
-    config = read_head(path, TARGET)
-    mapped = load_head(path, config, torch.float32, CPU).ids is not None
-    assert mapped == (config.vocab_size < TARGET_VOCAB)
-    client = Headed(path)
-    client.prefill(a=prompt(7), b=prompt(12))
-    for k in (0, 3):
-        client.steps(k)
-        client.check_drafts(3)
 
 
 def test_a_row_of_one_token_drafts_from_its_second_step_on(path: str) -> None:
@@ -224,7 +228,7 @@ def test_what_a_config_does_not_say() -> None:
     ],
 )
 def test_a_config_that_does_not_fit_is_refused(whole: dict[str, Any], message: str) -> None:
-    with pytest.raises(HeadRefused, match=message):
+    with pytest.raises(PairRefused, match=message):
         head_config(whole, {"d2t"}, TARGET)
 
 
@@ -244,7 +248,7 @@ def test_tensors_that_do_not_fit_are_refused_by_name(
     tmp_path: Path, speculators: bool, tensors: dict[str, Any], message: str
 ) -> None:
     path = save_head(tmp_path, TARGET, said(speculators), **tensors)
-    with pytest.raises(HeadRefused, match=message):
+    with pytest.raises(PairRefused, match=message):
         load_head(path, read_head(path, TARGET), torch.float32, CPU)
 
 
@@ -264,7 +268,7 @@ def test_a_file_that_is_broken_is_refused_by_name(
     """None: it ends too early."""
     file = tmp_path / name
     file.write_bytes(file.read_bytes()[:-100] if content is None else content)
-    with pytest.raises(HeadRefused, match=f"^{name}: "):
+    with pytest.raises(PairRefused, match=f"^{name}: "):
         read_head(path, TARGET)
 
 

@@ -9,20 +9,16 @@ import pytest
 from pydantic import ValidationError
 from transformers import AutoConfig
 
-from cluster.local_engine import LocalEngine
 from replicas.config import ReplicaConfig, SpeculativeConfig
 from replicas.drafters.eagle3 import Eagle3Drafter
 from replicas.drafters.model import ModelDrafter
 from replicas.drafters.suffix import SuffixDrafter
 from replicas.memory import check_memory
-from replicas.models.load import PairRefused, resolve, resolve_device
+from replicas.models.load import resolve, resolve_device
+from replicas.models.names import PairRefused
 from replicas.models.pair import load_pair, read_pair
 from replicas.replica import Replica
-from scheduler.config import SchedulerConfig
-from scheduler.messages import Request
 from tests.replicas.heads import layer_config, save_head
-
-PROMPT = tuple(range(40, 60))
 
 
 def loaded(**settings: object) -> Replica:
@@ -81,27 +77,19 @@ def test_draft_is_short_for_a_draft_model_and_may_not_contradict() -> None:
 
 
 def test_a_replica_says_what_drafts_and_how_far(head: str) -> None:
-    suffix = loaded(speculative={"method": "suffix", "num_speculative_tokens": 3}, calibrate=False)
-    assert isinstance(suffix.drafter, SuffixDrafter)
-    spec = suffix.spec
-    assert (spec.drafter, spec.draft, spec.draft_len_max, spec.draft_len) == ("suffix", "", 3, None)
-    fixed = {"num_speculative_tokens": 4, "adaptive": False}
-    headed = loaded(speculative={"method": "eagle3", "model": head, **fixed}, calibrate=False)
-    assert isinstance(headed.drafter, Eagle3Drafter)
-    spec = headed.spec
-    assert (spec.drafter, spec.draft, spec.draft_len_max, spec.draft_len) == ("eagle3", head, 4, 4)
-    plain = loaded(speculative={"method": "none"}, calibrate=False)
-    assert (plain.drafter, plain.spec.drafter, plain.spec.draft_len_max) == (None, "", 0)
-    pair = loaded(speculative={"method": "draft_model", "model": "tiny"}, calibrate=False)
-    assert isinstance(pair.drafter, ModelDrafter)
-    assert (pair.spec.drafter, pair.spec.draft) == ("draft_model", "tiny")
-    tokens = [
-        LocalEngine(one, SchedulerConfig(draft_len=3))
-        .generate([Request("a", PROMPT, 24)])[0]
-        .tokens
-        for one in (suffix, headed, plain, pair)
-    ]
-    assert tokens[0] == tokens[1] == tokens[2] == tokens[3]
+    for said, kind, told in (
+        ({"method": "suffix", NUMBER: 3}, SuffixDrafter, ("suffix", "", 3, None)),
+        ({"method": "eagle3", "model": head}, Eagle3Drafter, ("eagle3", head, 32, None)),
+        ({"method": "none"}, type(None), ("", "", 0, None)),
+        (
+            {"method": "draft_model", "model": "tiny", NUMBER: 4, "adaptive": False},
+            *(ModelDrafter, ("draft_model", "tiny", 4, 4)),
+        ),
+    ):
+        replica = loaded(speculative=said, calibrate=False)
+        assert isinstance(replica.drafter, kind)
+        spec = replica.spec
+        assert (spec.drafter, spec.draft, spec.draft_len_max, spec.draft_len) == told
 
 
 def test_a_head_is_known_before_its_weights_are_read(head: str, tmp_path: Path) -> None:
@@ -109,9 +97,9 @@ def test_a_head_is_known_before_its_weights_are_read(head: str, tmp_path: Path) 
     files = read_pair(config)
     assert files.shape == load_pair(config, files).shape
     check_memory(config, files.shape, resolve_device("cpu"))
-    for name, error in (("/gone", OSError), ("no hub has such a name", OSError)):
+    for name in ("/gone", "no hub has such a name"):
         gone = ReplicaConfig(speculative={"method": "eagle3", "model": name})
-        with pytest.raises(error, match=r"^speculative\.model: "):
+        with pytest.raises(OSError, match=r"^speculative\.model: "):
             read_pair(gone)
     other = AutoConfig.from_pretrained(resolve("tiny"))
     other.hidden_size //= 2

@@ -62,41 +62,30 @@ def seen_by(layout: PassLayout) -> dict[int, list[int]]:
     return seen
 
 
-starts_of_rows = st.lists(st.integers(-1, 50), min_size=1, max_size=8)
-
-
-@given(starts_of_rows, st.integers(2, 6))
-def test_each_query_sees_its_own_past_and_nothing_else(starts: list[int], width: int) -> None:
-    """On the host and on a device; where a query lies before its row, it sees one position."""
-    table = table_of([max(start, 0) + 3 for start in starts])
-    layout = StepLayout(table, starts, width, SHAPE, AS_IT_IS).window(0, width)
-    device = DeviceLayout(table, starts, width, SHAPE).window(0, width)
-    seen = seen_by(layout)
-    for row, start in enumerate(starts):
-        for column in range(width):
-            visible = list(range(max(start + column, 0) + 1))
-            assert seen[row * width + column] == visible
-    assert flat_slots(layout) == device.slots.tolist()
-    assert torch.equal(layout.positions, device.positions)
-    assert max(layout.positions) < SHAPE.context_len
-
-
-@given(starts_of_rows, st.integers(1, 20))
-def test_what_lies_outside_a_row_is_written_to_the_scrap_block_only(
+@given(st.lists(st.integers(-1, 50), min_size=1, max_size=8), st.integers(1, 20))
+def test_each_query_sees_its_own_past_and_is_written_into_its_own_row(
     starts: list[int], width: int
 ) -> None:
+    """Where a query lies before its row, it sees one position; what lies outside of a row goes to
+    the scrap block."""
     lengths = [max(start, 0) + 1 for start in starts]
     table = table_of(lengths)
-    slots = flat_slots(StepLayout(table, starts, width, SHAPE, AS_IT_IS).window(0, width))
+    layout = StepLayout(table, starts, width, SHAPE, AS_IT_IS).window(0, width)
+    device = DeviceLayout(table, starts, width, SHAPE).window(0, width)
+    seen, slots = seen_by(layout), flat_slots(layout)
+    assert slots == device.slots.tolist()
+    assert torch.equal(layout.positions, device.positions)
+    assert max(layout.positions) < SHAPE.context_len
     for row, (start, length) in enumerate(zip(starts, lengths, strict=True)):
         owned = range(-(-length // SHAPE.block_size) * SHAPE.block_size)
         for column in range(width):
-            block, place = divmod(slots[row * width + column], SHAPE.block_size)
-            inside = start + column in owned
-            assert (block != SCRAP_BLOCK) == inside
-            if inside:
-                assert block == table[row, (start + column) // SHAPE.block_size]
-                assert place == (start + column) % SHAPE.block_size
+            at, position = row * width + column, start + column
+            assert seen[at] == list(range(max(position, 0) + 1))
+            block, place = divmod(slots[at], SHAPE.block_size)
+            assert (block != SCRAP_BLOCK) == (position in owned)
+            if position in owned:
+                assert block == table[row, position // SHAPE.block_size]
+                assert place == position % SHAPE.block_size
 
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(1, 34)), min_size=1, max_size=6))
@@ -116,9 +105,7 @@ def test_ranges_are_windows_of_rows_with_widths_of_their_own(parts: list[tuple[i
 @pytest.mark.parametrize("by_head", [True, False])
 def test_rows_of_any_length_read_back_what_was_written(by_head: bool) -> None:
     torch.manual_seed(0)
-    cache = PagedCache(
-        1, 2, 3, blocks=64, block_size=4, dtype=torch.float32, device=CPU, by_head=by_head
-    )
+    cache = PagedCache(SHAPE, 1, 64, torch.float32, CPU, by_head)
     lengths = [5, 12, 8]
     table = table_of([length + 2 for length in lengths])
     ranges = [(0, length) for length in lengths]

@@ -12,8 +12,10 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from replicas.kv_cache import BlockAllocator, Chain, OutOfBlocks, root_key
+from replicas.kv_cache import BlockAllocator, Chain, OutOfBlocks
 from replicas.replica import PREFIX_GAIN_TOKENS
+from replicas.residents import Residents
+from scheduler.messages import PrefillRow, SamplingParams
 from tests.reference import plain_greedy
 from tests.replicas.pool import Client, failing_pass
 from tests.tiny_pairs import DEVICE, target_model, tiny_replica, unrecorded
@@ -25,18 +27,10 @@ IDENTITY = ("target", "draft", "float32", BLOCK)
 def keys_of(
     tokens: list[int], identity: tuple[object, ...] = IDENTITY, salt: str = ""
 ) -> list[bytes]:
-    return Chain(root_key(identity, salt), BLOCK).keys(tokens, len(tokens) // BLOCK)
+    return Chain(identity, salt, BLOCK).keys(tokens, len(tokens) // BLOCK)
 
 
 # ------------------------------------------------------------------------------ keys
-
-
-def test_a_key_is_of_all_tokens_before_it() -> None:
-    first, second = keys_of([1, 2, 3, 4, 5, 6, 7, 8])
-    assert keys_of([1, 2, 3, 4]) == [first]
-    other, same_tokens_other_parent = keys_of([1, 2, 3, 9, 5, 6, 7, 8])
-    assert len({first, second, other, same_tokens_other_parent}) == 4
-    assert keys_of([5, 6, 7, 8]) != [second]
 
 
 def test_other_models_dtypes_block_sizes_and_salts_have_other_keys() -> None:
@@ -48,15 +42,17 @@ def test_other_models_dtypes_block_sizes_and_salts_have_other_keys() -> None:
     assert len({key for keys in found for key in keys}) == len(found) * 3
 
 
-def test_tokens_do_not_run_into_each_other() -> None:
+def test_a_key_is_of_all_tokens_before_it_and_they_do_not_run_into_each_other() -> None:
     """As text or in few bytes [1, 23] and [12, 3] could be one."""
     contents = [[1, 23, 4, 5], [12, 3, 4, 5], [1, 2, 345, 0], [256, 0, 0, 0], [0, 1, 0, 0]]
-    assert len({keys_of(content)[0] for content in contents}) == len(contents)
+    longer = [[*first, *second] for first in contents for second in contents]
+    assert len({key for content in longer for key in keys_of(content)}) == 5 + 5 * 5
+    assert [keys_of(content)[0] for content in longer[::5]] == [keys_of(one)[0] for one in contents]
 
 
 def test_a_chain_that_grows_gives_the_keys_of_one_that_came_whole() -> None:
     tokens = [7, 5, 3] * 10
-    chain = Chain(root_key(IDENTITY, ""), BLOCK)
+    chain = Chain(IDENTITY, "", BLOCK)
     assert [chain.keys(tokens[: 4 * n], n) for n in range(8)][-1] == keys_of(tokens)
     assert chain.keys(tokens, 2) == keys_of(tokens)[:2]
 
@@ -127,16 +123,25 @@ def test_the_least_recently_used_goes_first_and_the_tail_of_a_chain_before_its_h
 
 def test_who_shares_with_another_of_the_same_batch_comes_second_if_it_pays() -> None:
     blocks = BlockAllocator(blocks=64, block_size=BLOCK)
-    system, other = [1] * 12, [2] * 12
-    contents = [[*system, *[n] * 4] for n in range(5, 9)] + [[*other, *[9] * 4]]
-    keys = [keys_of(content) for content in contents]
-    fills = [4] * 5
-    assert blocks.followers(keys, fills, 8) == [1, 2, 3], "nine blocks"
-    assert blocks.followers(keys, fills, 9) == []
-    assert blocks.followers(keys, [1, 4, 4, 4, 4], 0) == [1, 2, 3], "what the first one fills"
-    assert blocks.followers(keys, [4, 1, 1, 1, 4], 3) == [], "no more than they are to fill"
-    fill(blocks, "a", system)
-    assert blocks.followers(keys, fills, 0) == [], "it is there already"
+    residents = Residents(blocks, None, IDENTITY, sharing=True)
+    system, other = (1,) * 12, (2,) * 12
+    contents = [(*system, *(n,) * 6) for n in range(5, 9)] + [(*other, *(9,) * 6)]
+
+    def second(fills: tuple[int, ...], least: int) -> str:
+        """Of rows a, b, ..., which fill so many blocks."""
+        rows = [
+            PrefillRow(name, content, 1, SamplingParams(), (), 5, until=fill * BLOCK)
+            for name, content, fill in zip("abcde", contents, fills, strict=True)
+        ]
+        waves = residents.waves(rows, least * BLOCK)
+        return "".join(row.sequence_id for wave in waves[1:] for row in wave)
+
+    assert second((4, 4, 4, 4, 4), 8) == "bcd", "nine blocks"
+    assert second((4, 4, 4, 4, 4), 9) == ""
+    assert second((1, 4, 4, 4, 4), 0) == "bcd", "what the first one fills"
+    assert second((4, 1, 1, 1, 4), 3) == "", "no more than they are to fill"
+    fill(blocks, "a", list(system))
+    assert second((4, 4, 4, 4, 4), 0) == "", "it is there already"
 
 
 # ------------------------------------------------------------------------------ replica

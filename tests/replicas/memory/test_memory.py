@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from cluster.local_engine import LocalEngine
 from replicas.config import ReplicaConfig
 from replicas.invariant.ops import can_prepack
-from replicas.kv_cache import PagedCache
+from replicas.kv_cache import CacheShape, PagedCache
 from replicas.memory import (
     MemoryPlan,
     ModelShape,
@@ -63,9 +63,7 @@ def free(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_block_costs_what_the_caches_allocate_for_it(dtype: torch.dtype) -> None:
     caches = [
-        PagedCache(
-            s.layers, s.kv_heads, s.head_dim, blocks=9, block_size=4, dtype=dtype, device=CPU
-        )
+        PagedCache(CacheShape(4, 64, s.heads, s.kv_heads, s.head_dim), s.layers, 9, dtype, CPU)
         for s in SHAPES
     ]
     # One block more than asked for: the scrap block.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,10 +20,12 @@ from replicas.kernels import attention as kernels
 from replicas.kv_cache import SCRAP_BLOCK, CacheShape, PagedCache
 from replicas.kv_cache.device_layout import DeviceLayout, DeviceWindow, device_ranges
 from replicas.models import attention
-from replicas.models.attention import AttentionRefused, device_attention
+from replicas.models.attention import device_attention
+from replicas.models.names import PairRefused
 from tests.gathering import GatherBackend, Kernels, gathered, spread
+from tests.oracle.drafters import replica_of
 from tests.oracle.worlds import check_answers, greedy_answers, sampled_answers
-from tests.tiny_pairs import DEVICE, tiny_replica
+from tests.tiny_pairs import DEVICE, tiny_pair
 
 DIM = 12
 
@@ -44,10 +47,8 @@ class World:
         generator = torch.Generator().manual_seed(seed)
         self.heads, self.kv_heads = heads
         self.shape = CacheShape(block_size, 96, self.heads, self.kv_heads, DIM)
-        blocks = 260
-        self.cache = PagedCache(
-            1, self.kv_heads, DIM, blocks, block_size, torch.float32, torch.device(DEVICE)
-        )
+        blocks, device = 260, torch.device(DEVICE)
+        self.cache = PagedCache(self.shape, 1, blocks, torch.float32, device)
         (layer,) = self.cache.layers
         layer.copy_(torch.randn(layer.shape, generator=generator))
         layer[SCRAP_BLOCK] = 1e4  # whatever attends there is found out
@@ -105,10 +106,9 @@ def test_rows_of_any_lengths_get_what_a_plain_attention_gives(
         window = device_ranges(world_.table, ranges, world_.shape)
     else:
         window = device_ranges(world_.table, [(0, start + 1) for start in starts], world_.shape)
-        assert window.prompts
     generator = torch.Generator().manual_seed(seed)
     queries = torch.randn((window.tokens, heads[0], DIM), generator=generator).to(DEVICE)
-    attend = backend(world_.cache, world_.shape).begin(window, heads[0])
+    attend = backend(world_.cache).begin(window, heads[0])
     got = attend(0, queries, DIM**-0.5)
     assert torch.allclose(got, world_.plain(window, queries), atol=1e-4)
 
@@ -138,10 +138,10 @@ def test_an_attention_that_computes_something_else_is_refused(
         return lambda layer, queries, scaling: attend(layer, queries, scaling * factor)
 
     world = World(0, 4, (2, 1), [9])
-    assert device_attention(world.cache, world.shape).name == "paged"
+    assert device_attention(world.cache).name == "paged"
     monkeypatch.setattr(Kernels, "begin", wrong)
-    with pytest.raises(AttentionRefused, match="something else"):
-        device_attention(world.cache, world.shape)
+    with pytest.raises(PairRefused, match="something else"):
+        device_attention(world.cache)
 
 
 def test_a_device_that_runs_no_kernel_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,26 +151,28 @@ def test_a_device_that_runs_no_kernel_is_refused(monkeypatch: pytest.MonkeyPatch
         raise RuntimeError("0 active drivers")
 
     monkeypatch.setattr(attention.PagedBackend, "begin", broken)
-    with pytest.raises(AttentionRefused, match=r"Triton runs no attention .* 0 active drivers"):
-        device_attention(world.cache, world.shape)
+    with pytest.raises(PairRefused, match=r"Triton runs no attention .* 0 active drivers"):
+        device_attention(world.cache)
 
 
 def test_a_device_without_triton_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(0, 4, (2, 1), [9])
     monkeypatch.delattr(sys.modules["replicas.kernels"], "attention")
     monkeypatch.setitem(sys.modules, "replicas.kernels.attention", None)
-    with pytest.raises(AttentionRefused, match="needs Triton"):
-        device_attention(world.cache, world.shape)
+    with pytest.raises(PairRefused, match="needs Triton"):
+        device_attention(world.cache)
 
 
 def test_more_query_heads_than_the_kernels_have_room_for_are_refused() -> None:
     world = World(0, 4, (65, 1), [9])
-    with pytest.raises(AttentionRefused, match=r"65 query heads share a KV head.* 64 at most"):
-        device_attention(world.cache, world.shape)
+    with pytest.raises(PairRefused, match=r"65 query heads share a KV head.* 64 at most"):
+        device_attention(world.cache)
 
 
 @pytest.mark.usefixtures("_kernels")
 def test_output_is_the_same_by_the_kernels() -> None:
-    replica = tiny_replica("qwen3", graphs="on", plan_rows=2, plan_draft_len=2)
-    for answered in (greedy_answers("qwen3"), sampled_answers("qwen3")):
-        check_answers(replica, answered[:2], 2, 2)
+    answered = (greedy_answers("qwen3")[4], sampled_answers("qwen3")[1])
+    settings = {"kv_blocks": 256, "graphs": "on", "plan_rows": 2, "plan_draft_len": 2}
+    pair = replace(tiny_pair("qwen3"), context_len=64)
+    replica = replica_of("half", answered, pair, **settings)
+    check_answers(replica, answered, 2, 2)

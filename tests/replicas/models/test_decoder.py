@@ -13,7 +13,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from replicas.config import ReplicaConfig
-from replicas.kv_cache import PagedCache
+from replicas.kv_cache import CacheShape, PagedCache
 from replicas.models import decoder
 from replicas.models.build import build, trial_logits
 from replicas.models.paged_model import ERROR_FLOOR
@@ -67,7 +67,7 @@ def test_a_gpus_kernels_compute_what_the_operations_do(architecture: str) -> Non
 def test_they_write_only_numbers_into_a_cache_in_float16() -> None:
     layers = pytest.importorskip("replicas.kernels.layers")
     device = torch.device(DEVICE)
-    cache = PagedCache(1, 2, 8, 3, 4, torch.float16, device)
+    cache = PagedCache(CacheShape(4, 16, 4, 2, 8), 1, 3, torch.float16, device)
     qkv = torch.ones(2, 8, 8, dtype=torch.float16, device=device)
     qkv[0, 5, 3], qkv[1, 7, 0], qkv[1, 6, 6] = torch.nan, torch.inf, -torch.inf
     places = torch.tensor([4, 9], device=device)

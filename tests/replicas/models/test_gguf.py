@@ -16,8 +16,8 @@ from cluster.frontend.calls import ChatPrompt
 from cluster.frontend.target_text import TargetText
 from replicas.config import ReplicaConfig
 from replicas.models import gguf, names
-from replicas.models.load import PairRefused, resolve
-from replicas.models.names import ModelRefused
+from replicas.models.load import resolve
+from replicas.models.names import PairRefused
 from replicas.models.pair import load_pair, read_pair
 from tests.cluster.fakes import EOS, VOCAB, tokenizer
 from tests.tiny_pairs import SHAPE
@@ -87,34 +87,16 @@ def write_gguf(path: Path, model: PreTrainedModel, without: str = "") -> None:
 
 def tensors(model: PreTrainedModel) -> list[tuple[str, torch.Tensor]]:
     """By their names in a GGUF file, where the halves of each head's rotation are interleaved."""
-    heads, kv_heads = model.config.num_attention_heads, model.config.num_key_value_heads
-    of_block = {
-        "input_layernorm": "attn_norm",
-        "self_attn.q_proj": "attn_q",
-        "self_attn.k_proj": "attn_k",
-        "self_attn.v_proj": "attn_v",
-        "self_attn.o_proj": "attn_output",
-        "post_attention_layernorm": "ffn_norm",
-        "mlp.gate_proj": "ffn_gate",
-        "mlp.up_proj": "ffn_up",
-        "mlp.down_proj": "ffn_down",
-    }
-    found = []
+    from gguf import MODEL_ARCH, get_tensor_name_map
+
+    config, found = model.config, []
+    names = get_tensor_name_map(MODEL_ARCH.LLAMA, config.num_hidden_layers)
     for name, weight in model.state_dict().items():
-        match name.split(".", 3):
-            case ["model", "layers", block, rest]:
-                part = rest.removesuffix(".weight")
-                if part.endswith(("q_proj", "k_proj")):
-                    count = heads if part.endswith("q_proj") else kv_heads
-                    halves = weight.view(count, 2, -1, weight.shape[-1])
-                    weight = halves.transpose(1, 2).reshape(weight.shape)
-                found.append((f"blk.{block}.{of_block[part]}.weight", weight.contiguous()))
-            case ["model", "embed_tokens", *_]:
-                found.append(("token_embd.weight", weight))
-            case ["model", "norm", *_]:
-                found.append(("output_norm.weight", weight))
-            case _:
-                found.append(("output.weight", weight))
+        if name.endswith(("q_proj.weight", "k_proj.weight")):
+            heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
+            halves = weight.view(heads, 2, -1, weight.shape[-1])
+            weight = halves.transpose(1, 2).reshape(weight.shape)
+        found.append((names.get_name(name, (".weight",)), weight.contiguous()))
     return found
 
 
@@ -233,7 +215,7 @@ def test_what_is_no_such_file_is_refused_by_name(tmp_path: Path, file: Path) -> 
     for name in ("a.gguf", "b.gguf"):
         (tmp_path / "two").mkdir(exist_ok=True)
         (tmp_path / "two" / name).touch()
-    with pytest.raises(ModelRefused, match=r"name one .*: a\.gguf, b\.gguf"):
+    with pytest.raises(PairRefused, match=r"name one .*: a\.gguf, b\.gguf"):
         names.gguf_file(str(tmp_path / "two"))
 
 

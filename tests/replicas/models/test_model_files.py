@@ -15,7 +15,8 @@ from transformers import AutoConfig
 
 from cluster.frontend.target_text import TargetText
 from replicas.config import ReplicaConfig
-from replicas.models.load import PairRefused, resolve
+from replicas.models.load import resolve
+from replicas.models.names import PairRefused
 from replicas.models.pair import load_pair
 from tests.replicas.heads import layer_config, save_head
 from tests.replicas.models.test_pair import WORDS, save_model

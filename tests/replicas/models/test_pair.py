@@ -22,7 +22,8 @@ from transformers import (
 from cluster.local_engine import LocalEngine
 from cluster.verify import transformers_model
 from replicas.config import ReplicaConfig
-from replicas.models.load import PairRefused, dtype_name, resolve, resolve_device
+from replicas.models.load import dtype_name, resolve, resolve_device
+from replicas.models.names import PairRefused
 from replicas.models.pair import check_attention, load_pair, read_pair
 from replicas.replica import Replica
 from scheduler.config import SchedulerConfig

@@ -7,12 +7,12 @@ import torch
 from pydantic import ValidationError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from cluster.local_engine import LocalEngine, Output
+from cluster.local_engine import LocalEngine
 from replicas.config import ReplicaConfig
-from replicas.models.load import PairRefused
+from replicas.models.names import PairRefused
 from replicas.models.pair import load_pair
 from replicas.models.planted import plant as plant_on, planted_config, share_following
-from replicas.models.shapes import SHAPES, BadPlantedName, parse_planted
+from replicas.models.shapes import SHAPES, parse_planted
 from replicas.replica import Replica
 from scheduler.config import SchedulerConfig
 from scheduler.messages import Request
@@ -31,20 +31,13 @@ def plant(name: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     return plant_on(name, CPU, dtype, "sdpa", 0.7)
 
 
-def generate(
-    replica: Replica, draft_len: int, n: int = 12, new: int = 40
-) -> tuple[LocalEngine, list[Output]]:
-    generator = torch.Generator().manual_seed(3)
-    prompts = [torch.randint(512, (5 + 3 * i,), generator=generator).tolist() for i in range(n)]
-    engine = LocalEngine(replica, SchedulerConfig(rows_max=4, draft_len=draft_len))
-    outputs = engine.generate([Request(str(i), tuple(p), new) for i, p in enumerate(prompts)])
-    return engine, outputs
-
-
 @pytest.mark.parametrize("wanted", [0.02, 0.7])
 def test_a_served_pair_accepts_what_its_name_says(wanted: float) -> None:
     replica = Replica.load(config(f"planted:tiny?acceptance={wanted}"))
-    engine, _ = generate(replica, draft_len=4, n=24, new=60)
+    generator = torch.Generator().manual_seed(3)
+    prompts = [torch.randint(512, (5 + 3 * i,), generator=generator).tolist() for i in range(12)]
+    engine = LocalEngine(replica, SchedulerConfig(rows_max=4, draft_len=4))
+    engine.generate([Request(str(i), tuple(p), 60) for i, p in enumerate(prompts)])
     rows = [row for result in engine.results for row in result.rows]
     # Of the drafts that were looked at, not of all: a draft after a wrong one never is.
     accepted = sum(sum(row.accepted_at) for row in rows)
@@ -93,7 +86,7 @@ def test_shapes_have_the_published_number_of_weights(shape: str, billions: float
     ],
 )
 def test_bad_names_are_refused_with_the_field(name: str, message: str) -> None:
-    with pytest.raises(BadPlantedName, match=message):
+    with pytest.raises(PairRefused, match=message):
         parse_planted(name)
     for field in ("target", "draft"):
         with pytest.raises(ValidationError, match=rf"{field}\n.*{message}"):

@@ -5,6 +5,7 @@ replica within a bound, with an error that names it."""
 from __future__ import annotations
 
 import json
+import multiprocessing
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import replace
@@ -18,7 +19,7 @@ from pydantic import ValidationError
 from cluster.local_engine import LocalEngine
 from replicas.config import ReplicaConfig
 from replicas.memory import MemoryPlan, PairShape, TooLittleMemory, plan_memory
-from replicas.models.load import PairRefused
+from replicas.models.names import PairRefused
 from replicas.models.pair import read_pair
 from replicas.models.shapes import SHAPES
 from replicas.parallel import ranks, replica as parallel
@@ -73,7 +74,15 @@ TWO = config("tiny", tensor_parallel=2)
 
 
 @pytest.fixture
-def load() -> Iterator[Load]:
+def _forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks are forked from a process that has imported all, which a new one does in seconds."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["replicas.parallel"])
+    monkeypatch.setattr(parallel.multiprocessing, "get_context", lambda _: context)
+
+
+@pytest.fixture
+def load(_forked: None) -> Iterator[Load]:
     with ExitStack() as stack:
         yield lambda config: stack.enter_context(closing(load_parallel(config)))
 
@@ -122,6 +131,7 @@ def test_two_ranks_give_the_tokens_of_one(
     assert double.residents == ()
 
 
+@pytest.mark.usefixtures("_forked")
 def test_deterministic_holds_on_two_ranks_which_end_with_their_caller(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
