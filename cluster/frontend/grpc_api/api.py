@@ -16,8 +16,7 @@ from grpc_health.v1 import health_pb2
 from cluster.frontend.admission.control import Caller
 from cluster.frontend.calls import GenerateCall
 from cluster.frontend.grpc_api.handlers import LOCKSTEP, Unparsed
-from cluster.frontend.grpc_api.messages import to_call, to_calls, to_end, to_logprobs
-from cluster.frontend.grpc_api.status import to_status
+from cluster.frontend.grpc_api.messages import to_call, to_calls, to_end, to_logprobs, to_status
 from cluster.frontend.service import FrontendService
 from cluster.frontend.status_codes import Refusal, Refused
 from protos import lockstep_pb2 as pb

@@ -15,11 +15,11 @@ from fastapi.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from cluster.frontend.calls import Delta, GenerateCall
-from cluster.frontend.http_api.body import read_body
-from cluster.frontend.http_api.errors import (
+from cluster.frontend.http_api.edge import (
     UNEXPECTED,
     check_model,
     checked_caller,
+    read_body,
     refusal_body,
     refusal_response,
 )

@@ -196,7 +196,7 @@ def test_new_limits_count_for_a_key_that_is_in_use(keyed: Keyed) -> None:
     text = keyed.path.read_text()
     keyed.path.write_text(text.replace("tokens_per_minute: 600", "tokens_per_minute: 60"))
     keyed.clock.now_s += 1.0
-    assert isinstance(admitted(control, caller, 60), Admitted), "what is there stays, if it fits"
+    assert isinstance(admitted(control, caller, 60), Admitted), "a new rate begins anew"
     assert admitted(control, caller, 60) == pytest.approx(60.0)
     keyed.path.write_text(text.replace("tokens_per_minute: 600", "tokens_per_minute: null"))
     keyed.clock.now_s += 1.0

@@ -13,7 +13,7 @@ from grpc_health.v1 import health_pb2
 
 from cluster.config_sources import from_args
 from cluster.frontend.grpc_api.handlers import LOCKSTEP, Unparsed
-from cluster.frontend.grpc_api.status import to_status
+from cluster.frontend.grpc_api.messages import to_status
 from cluster.frontend.status_codes import CODES, MEANINGS
 from cluster.pool.protocol import PoolView
 from protos import lockstep_pb2 as pb
