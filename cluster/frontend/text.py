@@ -102,33 +102,6 @@ def special_ids(tokenizer: Tokenizer) -> frozenset[int]:
     return frozenset(token for token, of in added.items() if of.special)
 
 
-class StopStrings:
-    """Ends a text before the first stop string in it, also when it spans several pushes."""
-
-    def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = tuple(stops)
-        self._held = ""
-
-    def push(self, text: str) -> tuple[str, str | None]:
-        """The text that is safe to give out, and the stop string if one is complete."""
-        if not self._stops:
-            return text, None
-        text = self._held + text
-        hits = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
-        if hits:
-            at, stop = min(hits)
-            self._held = ""
-            return text[:at], stop
-        keep = tail_of(text, self._stops)
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep], None
-
-    def flush(self) -> str:
-        """What was held back for a stop string that did not come."""
-        held, self._held = self._held, ""
-        return held
-
-
 def tail_of(text: str, words: Sequence[str]) -> int:
     """Characters at the text's end that may be the beginning of one of these words, of which it has
     none."""
@@ -150,17 +123,19 @@ class Piece:
 
 
 class TextStream:
-    """Detokenizer and stop strings of one answer."""
+    """The text of one answer, up to the first stop string in it, which may span several pushes."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stops: Sequence[str]) -> None:
         self._detokenizer = Detokenizer(tokenizer, prompt)
-        self._stops = StopStrings(stops)
+        self._stops = tuple(stops)
+        self._held = ""
+        """Text that may be the beginning of a stop string."""
 
     def push(self, tokens: Sequence[int]) -> Piece:
         """Feed tokens; after a stop string was found the rest of them is left alone."""
         texts: list[str] = []
         for used, token in enumerate(tokens, start=1):
-            text, stop = self._stops.push(self._detokenizer.push(token))
+            text, stop = self._free(self._detokenizer.push(token))
             texts.append(text)
             if stop is not None:
                 return Piece("".join(texts), used, stop)
@@ -168,7 +143,18 @@ class TextStream:
 
     def finish(self) -> Piece:
         """No more tokens: give out all that is held back."""
-        text, stop = self._stops.push(self._detokenizer.flush())
-        if stop is None:
-            text += self._stops.flush()
-        return Piece(text, 0, stop)
+        text, stop = self._free(self._detokenizer.flush())
+        return Piece(text if stop is not None else text + self._held, 0, stop)
+
+    def _free(self, text: str) -> tuple[str, str | None]:
+        """The text that is safe to give out, and the stop string if one is complete."""
+        if not self._stops:
+            return text, None
+        text = self._held + text
+        hits = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if hits:
+            at, stop = min(hits)
+            return text[:at], stop
+        kept = tail_of(text, self._stops)
+        self._held = text[len(text) - kept :]
+        return text[: len(text) - kept], None

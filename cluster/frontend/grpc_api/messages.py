@@ -12,6 +12,7 @@ from pydantic import BaseModel
 from cluster.frontend.admission.control import Caller
 from cluster.frontend.calls import (
     ChatPrompt,
+    Delta,
     GenerateCall,
     Prompt,
     SequenceEnd,
@@ -20,7 +21,6 @@ from cluster.frontend.calls import (
 )
 from cluster.frontend.structure import Structure
 from cluster.frontend.tools import (
-    CallDelta,
     CallTurn,
     FunctionName,
     NamedTool,
@@ -168,7 +168,20 @@ def _structure(message: pb.GenerateRequest) -> Structure | None:
     return Structure(kind, tuple(texts))
 
 
-def to_logprobs(told: Iterable[TokenLogprobs]) -> list[pb.TokenLogprobs]:
+def to_parts(delta: Delta) -> dict[str, Any]:
+    """The fields of an answer or of a chunk that have this delta; of calls those that are whole."""
+    calls = [one.whole for one in delta.calls if one.whole is not None]
+    return {
+        "index": delta.index,
+        "text": delta.text,
+        "token_ids": delta.tokens,
+        "logprobs": _logprobs(delta.logprobs),
+        "tool_calls": [pb.ToolCall(name=of.name, arguments=of.arguments, id=of.id) for of in calls],
+        "end": None if delta.end is None else _end(delta.end),
+    }
+
+
+def _logprobs(told: Iterable[TokenLogprobs]) -> list[pb.TokenLogprobs]:
     return [
         pb.TokenLogprobs(
             logprob=one.logprob,
@@ -180,35 +193,15 @@ def to_logprobs(told: Iterable[TokenLogprobs]) -> list[pb.TokenLogprobs]:
     ]
 
 
-def to_calls(calls: Iterable[CallDelta]) -> list[pb.ToolCall]:
-    """Those that are whole now."""
-    ended = [one.whole for one in calls if one.whole is not None]
-    return [pb.ToolCall(name=one.name, arguments=one.arguments, id=one.id) for one in ended]
-
-
-def to_end(end: SequenceEnd) -> pb.End:
-    usage = end.usage
-    return pb.End(
+def _end(end: SequenceEnd) -> pb.End:
+    sources = (end, end.usage)
+    return _copied(
+        pb.End,
+        sources,
         finish_reason=f"FINISH_REASON_{end.reason.name}",
-        usage=pb.Usage(
-            prompt_tokens=end.prompt_tokens,
-            completion_tokens=end.completion_tokens,
-            cached_tokens=usage.cached_tokens,
-        ),
-        speculation=pb.Speculation(
-            steps=usage.steps,
-            draft_tokens=usage.draft_tokens,
-            accepted_tokens=usage.accepted_tokens,
-            accepted_at=usage.accepted_at,
-        ),
-        replicas=usage.replicas,
-        recovered=usage.recovered,
-        seed=end.seed,
-        stop=end.stop,
-        first_token_s=end.first_token_s,
-        total_s=end.total_s,
-        message=end.message,
-        prompt_logprobs=to_logprobs(end.prompt_logprobs),
+        usage=_copied(pb.Usage, sources),
+        speculation=_copied(pb.Speculation, sources),
+        prompt_logprobs=_logprobs(end.prompt_logprobs),
     )
 
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, strategies as st
 from tokenizers import Tokenizer, decoders, models
 
-from cluster.frontend.text import HELD_MAX, Detokenizer, StopStrings, TextStream
+from cluster.frontend.text import HELD_MAX, Detokenizer, TextStream
 from tests.cluster.fakes import VOCAB, tokenizer
 
 TOKENS = st.lists(st.integers(2, VOCAB - 1), max_size=40)
@@ -259,15 +259,16 @@ def test_a_prompt_that_ends_within_a_character_is_not_repeated() -> None:
 def test_text_ends_before_a_stop_string(
     stops: list[str], pushes: list[str], text: str, found: str | None
 ) -> None:
-    strings = StopStrings(stops)
-    out = ""
-    hit = None
-    for piece in pushes:
-        safe, hit = strings.push(piece)
-        out += safe
-        if hit:
+    stream = TextStream(tokenizer(), ids("the "), stops)
+    said = ""
+    for one in pushes:
+        piece = stream.push(ids(one))
+        said += piece.text
+        if piece.stop:
             break
-    assert (out + ("" if hit else strings.flush()), hit) == (text, found)
+    else:
+        said += stream.finish().text
+    assert (said, piece.stop) == (text, found)
 
 
 @given(
