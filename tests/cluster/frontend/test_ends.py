@@ -27,7 +27,6 @@ from tests.cluster.fakes import tokenizer
 from tests.cluster.frontend.rig import (
     CONFIG,
     PROMPT,
-    PROMPT_IDS,
     Context,
     asked,
     brings,
@@ -82,16 +81,6 @@ async def test_what_was_cut_and_continued_is_what_was_never_cut(
             again.committed_token_ids.extend(taken)
             rest, more, _ = await streamed(made, again, TOKENS[cut:], FinishReason.LENGTH)
             assert (first + rest, taken + more) == (whole, tokens)
-
-
-async def test_bytes_that_are_no_character_are_given_at_a_full_length() -> None:
-    cut = tokenizer().encode("a \U0001f98a").ids[:-1]
-    async with frontend(replicas=0) as made:
-        request = pb.GenerateRequest(prompt=PROMPT, max_new_tokens=len(cut))
-        text, _, context = await streamed(made, request, cut, FinishReason.LENGTH)
-        assert context.code is None
-        assert text == tokenizer().decode(PROMPT_IDS + cut)[len(PROMPT) :]
-        assert text.endswith("\ufffd")
 
 
 # --------------------------------------------------------------------------- what is counted

@@ -119,13 +119,3 @@ async def test_one_sequence_that_is_not_served_in_full_ends_the_call() -> None:
         assert ends[0].refusal is not None
         assert ends[0].refusal.code is StatusCode.DEADLINE_EXCEEDED
         await until(lambda: not unfinished(service))
-
-
-async def test_one_sequence_that_is_wrong_submits_none() -> None:
-    async with frontend(replicas=0) as made:
-        call = replace(CALL, prompts=(TextPrompt(PROMPT), TokenPrompt([9999])))
-        with pytest.raises(Refused) as refused:
-            await answers(made.service, call)
-        assert refused.value.refusal.code is StatusCode.INVALID_ARGUMENT
-        assert refused.value.refusal.field == "prompt"
-        assert unfinished(made.service) == 0

@@ -12,7 +12,7 @@ from grpc import StatusCode
 from grpc_health.v1 import health_pb2
 
 from cluster.config_sources import from_args
-from cluster.frontend.grpc_api.handlers import LOCKSTEP, Unparsed
+from cluster.frontend.grpc_api.handlers import LOCKSTEP
 from cluster.frontend.grpc_api.messages import to_status
 from cluster.frontend.status_codes import CODES, MEANINGS
 from cluster.pool.protocol import PoolView
@@ -37,7 +37,7 @@ from tests.cluster.wire import until
 
 
 async def test_unary_and_stream_give_the_same_answer() -> None:
-    async with frontend() as made:
+    async with frontend(step_s=0.002) as made:
         request = pb.GenerateRequest(prompt=PROMPT, max_new_tokens=50, request_id="mine")
         answer = await made.Generate(request, Context())
         chunks = await stream(made, request, Context())
@@ -47,6 +47,7 @@ async def test_unary_and_stream_give_the_same_answer() -> None:
         assert "".join(chunk.text for chunk in chunks) == answer.text
         assert [token for chunk in chunks for token in chunk.token_ids] == expected
         assert answer.request_id == chunks[0].request_id == "mine"
+        assert all(chunk.token_ids for chunk in chunks), "the last ones come with the end"
         assert [chunk.HasField("end") for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
         for end in (answer.end, chunks[-1].end):
             assert end.finish_reason == pb.FINISH_REASON_LENGTH
@@ -96,15 +97,6 @@ async def test_a_sampled_request_without_seed_is_told_the_one_drawn() -> None:
         assert (await made.Generate(request, Context())).end.seed == 7
 
 
-@pytest.mark.parametrize("count", [1, 40])
-async def test_the_last_tokens_come_with_the_end(count: int) -> None:
-    async with frontend(step_s=0.002) as made:
-        request = pb.GenerateRequest(prompt=PROMPT, max_new_tokens=count, ignore_eos=True)
-        chunks = await stream(made, request, Context())
-        assert all(chunk.token_ids for chunk in chunks)
-        assert chunks[-1].HasField("end")
-
-
 async def test_overload_says_when_to_come_back() -> None:
     config = from_args({"frontend": {"requests_max": 1}})
     async with frontend(step_s=0.02, config=config) as made:
@@ -117,21 +109,6 @@ async def test_overload_says_when_to_come_back() -> None:
             assert int(context.trailing["retry-after"]) >= 1
         first.cancel()
         await asyncio.gather(first, return_exceptions=True)
-
-
-async def test_bytes_that_are_no_message_are_refused_as_such() -> None:
-    async with frontend() as made:
-        calls = [
-            lambda context: made.Generate(Unparsed(7), context),
-            lambda context: anext(made.GenerateStream(Unparsed(7), context)),
-            lambda context: made.Status(Unparsed(7), context),
-            lambda context: made.Check(Unparsed(7), context),
-        ]
-        for call in calls:
-            context = Context()
-            await call(context)
-            assert context.code is StatusCode.INVALID_ARGUMENT
-            assert context.details.startswith("request: ")
 
 
 async def test_health_knows_the_service_and_whether_a_replica_is_ready() -> None:

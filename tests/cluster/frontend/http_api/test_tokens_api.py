@@ -19,6 +19,7 @@ from replicas import decoding
 from scheduler.errors import InvalidRequest
 from tests.cluster.fakes import CONTEXT, VOCAB
 from tests.cluster.frontend.http_rig import (
+    ENCODER,
     HERMES_TEMPLATE,
     TEXT,
     beginning,
@@ -77,6 +78,7 @@ async def test_special_tokens_tools_and_options_of_the_template() -> None:
         ("tokenize", {"prompt": "x" * 41}, "prompt"),
         ("tokenize", {"messages": [{"role": "user", "content": "x" * 41}]}, "messages"),
         ("tokenize", {"messages": []}, "messages"),
+        ("tokenize", {"messages": [{"role": "tool", "content": "x"}]}, "messages"),
         ("tokenize", {"prompt": "x", "model": "other"}, "model"),
         ("detokenize", {"tokens": [5], "model": "other"}, "model"),
         ("detokenize", {"tokens": [99999]}, "tokens"),
@@ -91,6 +93,11 @@ async def test_what_a_call_may_not_ask_is_refused(
     async with http_frontend(replicas=0, text=TEXT, config=FEW) as app:
         answer = await post(app, f"/{path}", **fields)
         assert (answer.status, answer.error["param"]) == (404 if param == "model" else 400, param)
+
+
+def test_the_tokenizers_own_end_of_text_ends_a_turn() -> None:
+    assert TEXT.end_of_turn_ids == (ENCODER.eos_token_id,)
+    assert replace(TEXT, eos_token_ids=(7, 1)).end_of_turn_ids == (7, 1)
 
 
 # --------------------------------------------------------------------------- names of tokens
