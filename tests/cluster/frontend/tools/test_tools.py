@@ -124,19 +124,6 @@ async def test_calls_have_the_arguments_of_their_schema(template: str | dict[str
         assert more.json["choices"][0]["message"]["content"] == more_over_grpc.text
 
 
-async def test_log_probabilities_are_of_the_tokens_of_calls_too() -> None:
-    async with served_tiny(HERMES_TEMPLATE) as (_made, app):
-        fields: dict[str, Any] = {"messages": ASKED, "tools": TOOLS, "tool_choice": "required"}
-        fields |= {"max_tokens": 60, "temperature": 0, "logprobs": True, "return_token_ids": True}
-        [choice] = (await post(app, "chat/completions", **fields)).json["choices"]
-        told = choice["logprobs"]["content"]
-        assert len(told) == len(choice["token_ids"])
-        called = choice["message"]["tool_calls"][0]["function"]
-        assert called["arguments"] in "".join(one["token"] for one in told)
-        streamed = await post(app, "chat/completions", **fields, stream=True)
-        assert together(numbered(streamed))["choices"][0]["logprobs"] == told
-
-
 async def test_a_template_is_told_what_a_request_says() -> None:
     async with served_tiny("{{ style }}{{ messages[0].content }}") as (made, app):
         turn, style = {"role": "user", "content": "def "}, {"style": "x = "}
