@@ -25,7 +25,7 @@ from tests.cluster.cli.command import lockstep
 from tests.cluster.fakes import CONTEXT, VOCAB, FakeReplica, tokenizer
 from tests.cluster.frontend.rig import frontend
 
-TEXTS = ("the quick", "brown fox")
+TEXTS = ["the quick", "brown fox"]
 
 
 @asynccontextmanager
@@ -47,6 +47,19 @@ async def served(step_s: float = 0.0, target: str = "fake") -> AsyncIterator[str
 def workload(**options: Any) -> Workload:
     prompts = synthetic_prompts(3, uniform(4, 9), VOCAB, seed=1)
     return Workload(prompts, {"max_new_tokens": 20, "ignore_eos": True, **options}, seed=7)
+
+
+async def measured(folder: Path, prompts: list[str], *arguments: str) -> dict[str, Any]:
+    """What the command, beside a server in this process, writes after it has sent these prompts."""
+    # The command's thread would import it, for many seconds on a slow machine.
+    import cluster.bench.session  # noqa: F401
+
+    path, written = folder / "prompts.jsonl", folder / "a.json"
+    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in prompts))
+    options = ["bench", "--prompts", str(path), "--json", str(written), *arguments]
+    await asyncio.to_thread(lockstep, *options)
+    found: dict[str, Any] = json.loads(written.read_text())
+    return found
 
 
 async def test_an_open_loop_does_not_wait_for_answers_and_a_failure_is_one_request() -> None:
@@ -101,20 +114,12 @@ def test_the_steps_after_a_break_stand_beside_the_tokens_since_then() -> None:
 
 
 async def test_the_command_measures_a_cluster(tmp_path: Path) -> None:
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in TEXTS))
-    # The command's thread would import it, for many seconds on a slow machine.
-    import cluster.bench.session  # noqa: F401
-
+    page = tmp_path / "new" / "a.html"
     async with served(target=TINY) as address:
-        arguments = [
-            *("bench", "--address", address, "--prompts", str(prompts), "--requests", "6"),
-            *("--rate", "40", "--warm-up", "2", "--max-new-tokens", "12"),
-            *("--html", str(tmp_path / "new" / "a.html"), "--json", str(tmp_path / "a.json")),
-        ]
-        await asyncio.to_thread(lockstep, *arguments)
-    assert (tmp_path / "new" / "a.html").read_text().startswith("<!DOCTYPE html>")
-    data = json.loads((tmp_path / "a.json").read_text())
+        arguments = ["--address", address, "--requests", "6", "--rate", "40", "--warm-up", "2"]
+        arguments += ["--max-new-tokens", "12", "--html", str(page)]
+        data = await measured(tmp_path, TEXTS, *arguments)
+    assert page.read_text().startswith("<!DOCTYPE html>")
     figures, settings = data["figures"], data["settings"]
     assert (figures["requests"], figures["failed"], figures["new_tokens"]) == (6, 0, 6 * 12)
     assert figures["elapsed_s"] > data["requests"][-1]["due_s"] > 0

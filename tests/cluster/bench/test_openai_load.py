@@ -17,7 +17,7 @@ from fastapi import FastAPI, Response
 
 from cluster.bench.figures import Record
 from cluster.bench.openai_load import take_event
-from tests.cluster.cli.command import lockstep
+from tests.cluster.bench.test_load import measured
 from tests.cluster.frontend.http_rig import http_frontend
 
 
@@ -36,16 +36,10 @@ async def over_http(app: FastAPI) -> AsyncIterator[int]:
 
 
 async def test_a_server_is_measured_over_http_as_over_grpc(tmp_path: Path) -> None:
-    path = tmp_path / "prompts.jsonl"
-    path.write_text('{"prompt": "the quick"}\n{"prompt": "brown fox"}\n')
+    arguments = ["--requests", "6", "--in-flight", "3", "--warm-up", "1", "--max-new-tokens", "20"]
     async with http_frontend() as app, over_http(app) as port:
-        arguments = [
-            *("bench", "--prompts", str(path), "--requests", "6", "--in-flight", "3"),
-            *("--warm-up", "1", "--max-new-tokens", "20", "--json", str(tmp_path / "a.json")),
-            *("--temperature", "0.5", "--openai", f"http://localhost:{port}/v1"),
-        ]
-        await asyncio.to_thread(lockstep, *arguments)
-    data = json.loads((tmp_path / "a.json").read_text())
+        arguments += ["--temperature", "0.5", "--openai", f"http://localhost:{port}/v1"]
+        data = await measured(tmp_path, ["the quick", "brown fox"], *arguments)
     figures = data["figures"]
     assert (figures["requests"], figures["failed"], figures["new_tokens"]) == (6, 0, 120)
     assert figures["ttft_s"]["count"] == figures["token_s"]["count"] == 6
@@ -98,22 +92,14 @@ STANDARD = {"model", "max_tokens", "temperature", "stream", "stream_options"}
 async def test_a_foreign_server_is_asked_for_what_it_knows(
     owner: str, options: list[str], model: str, fields: set[str], tmp_path: Path
 ) -> None:
-    import cluster.bench.session  # noqa: F401
-
-    path = tmp_path / "prompts.jsonl"
-    path.write_text('{"prompt": "the quick"}\n')
     asked: list[dict[str, Any]] = []
     async with over_http(foreign(owner, asked)) as port:
-        arguments = [
-            *("bench", "--prompts", str(path), "--requests", "3", "--warm-up", "0", *options),
-            *("--json", str(tmp_path / "a.json"), "--openai", f"http://127.0.0.1:{port}"),
-        ]
-        await asyncio.to_thread(lockstep, *arguments)
+        arguments = ["--requests", "3", "--warm-up", "0", "--openai", f"http://127.0.0.1:{port}"]
+        data = await measured(tmp_path, ["the quick"], *arguments, *options)
     assert [(one.keys(), one["model"]) for one in asked] == [(fields, model)] * 3
     turn = {"role": "user", "content": "the quick"}
     assert all(one.get("messages", [turn]) == [turn] for one in asked)
-    figures = json.loads((tmp_path / "a.json").read_text())["figures"]
-    assert (figures["failed"], figures["new_tokens"]) == (0, 12)
+    assert (data["figures"]["failed"], data["figures"]["new_tokens"]) == (0, 12)
 
 
 def test_tokens_are_divided_among_the_events_that_brought_text() -> None:
