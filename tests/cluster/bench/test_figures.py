@@ -40,13 +40,6 @@ def test_the_figures_of_a_run() -> None:
     assert timeline(served(), 4.0, 4) == [1.0, 7.0, 1.0, 4.0]
 
 
-def test_tokens_before_a_stream_was_continued_are_of_no_step_that_is_known() -> None:
-    continued = Record(0, 0.0, 0.0, 5, [(1.0, 100), (9.0, 28)], 9.0, "", 10, 40, 18, (10, 8))
-    made = summarise([*served(), continued])
-    assert made.committed_per_step == pytest.approx((12 + 28) / 16)
-    assert made.new_tokens == 12 + 128
-
-
 def test_a_run_without_requests_has_no_figures() -> None:
     made = summarise([])
     assert (made.requests, made.tokens_per_s, made.requests_per_s) == (0, 0.0, 0.0)

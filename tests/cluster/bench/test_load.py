@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 
 from cluster.bench.arrivals import Extent, Poisson, drive
-from cluster.bench.figures import Record
+from cluster.bench.figures import Record, summarise
 from cluster.bench.load import grpc_request, over_grpc, take_chunk
 from cluster.bench.workload import Workload, synthetic_prompts
 from cluster.client import AsyncClient
@@ -111,6 +111,8 @@ def test_the_steps_after_a_break_stand_beside_the_tokens_since_then() -> None:
         assert seen is not None
         take_chunk(record, seen, before)
     assert (record.new_tokens, record.recovered, record.step_tokens) == (128, 1, 28)
+    record.end_s = 2.0
+    assert summarise([record]).committed_per_step == 28 / 10
 
 
 async def test_the_command_measures_a_cluster(tmp_path: Path) -> None:

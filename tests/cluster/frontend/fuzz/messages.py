@@ -1,8 +1,7 @@
-"""gRPC requests drawn by hypothesis: of any values, mostly broken, and well-formed ones."""
+"""gRPC requests drawn by hypothesis, of all fields and any values: mostly broken."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
@@ -10,7 +9,7 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from hypothesis import strategies as st
 
 from protos import lockstep_pb2 as pb
-from tests.cluster.frontend.fuzz.requests import IDS, RANGES, SCHEMA, STRUCTURES, TEXT, Values
+from tests.cluster.frontend.fuzz.requests import Values
 
 T = TypeVar("T")
 
@@ -46,41 +45,3 @@ def _field(field: FieldDescriptor) -> Values:
 
 ANY = _message(pb.GenerateRequest.DESCRIPTOR, pb.GenerateRequest)
 """Requests of any values, mostly broken."""
-
-
-_TOOLS = {"tools": st.just([{"name": "look", "parameters": json.dumps(SCHEMA)}])}
-_PROMPTS: Values = st.one_of(
-    st.fixed_dictionaries({"prompt": TEXT}),
-    st.fixed_dictionaries({"prompt_token_ids": IDS.map(lambda ids: {"ids": ids})}),
-    st.fixed_dictionaries({"messages": RANGES["messages"]}, optional=_TOOLS),
-)
-_NAMES = ("ignore_eos", "min_tokens", "bad_words", "n")
-_FREE = {"ignore_eos": st.booleans()} | {name: RANGES[name] for name in _NAMES[1:]}
-_KINDS: Values = st.one_of(
-    st.fixed_dictionaries({}, optional=_FREE),
-    st.fixed_dictionaries({"committed_token_ids": IDS}),
-    st.fixed_dictionaries({"regex": st.sampled_from(STRUCTURES)}, optional={"n": RANGES["n"]}),
-    st.just({"choice": {"texts": ["yes", "no"]}}),
-    st.just({"json_schema": json.dumps(SCHEMA)}),
-)
-_SAME = ("temperature", "top_p", "min_p", "stop_token_ids", "repetition_penalty", "logprobs")
-_SAME += ("frequency_penalty", "presence_penalty", "prompt_logprobs")
-_OTHERS = {name: RANGES[name] for name in _SAME} | {
-    "top_k": st.integers(0, 50),
-    "stop": st.lists(TEXT, max_size=4),
-    "logit_bias": st.dictionaries(st.integers(2, 250), st.floats(-100, 100), max_size=4),
-    "priority": st.integers(0, 3),
-    "speculation": st.booleans(),
-    "draft_len": st.integers(0, 4),
-    "parallel_tool_calls": st.booleans(),
-    "request_id": TEXT,
-    "cache_salt": TEXT,
-}
-_ALWAYS = {"seed": RANGES["seed"], "max_new_tokens": st.just(8)}
-WELL_FORMED = st.builds(
-    lambda *parts: pb.GenerateRequest(**{name: of for part in parts for name, of in part.items()}),
-    _PROMPTS,
-    _KINDS,
-    st.fixed_dictionaries(_ALWAYS, optional=_OTHERS),
-)
-"""Those that are to be answered."""
