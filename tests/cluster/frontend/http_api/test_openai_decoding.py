@@ -23,7 +23,7 @@ from cluster.frontend.http_api.openai_models import ChatRequest, CompletionReque
 from cluster.frontend.tools.use import CalledFunction, CallTurn, Function
 from protos import lockstep_pb2 as pb
 from replicas.demo import TARGET_DIR
-from tests.cluster.frontend.http_rig import events, post, served_tiny, tiny_text
+from tests.cluster.frontend.http_rig import events, numbered, post, served_tiny, tiny_text, together
 from tests.cluster.frontend.rig import Context, stream
 from tests.cluster.scripted import joined
 
@@ -209,11 +209,9 @@ async def test_log_probabilities_are_those_of_transformers_on_both_edges() -> No
         seen = [whole_stream.take(chunk) for chunk in chunks]
         assert [one for each in seen if each for one in each.logprobs] == list(answer.logprobs)
         streamed = await post(app, "completions", **fields, stream=True, echo=True)
-        parts = [event["choices"][0] for event in events(streamed)]
-        assert parts[0]["text"].startswith(PROMPT)
-        assert "".join(part["text"] for part in parts) == said["text"]
-        for name, each in told.items():
-            assert [one for part in parts for one in part["logprobs"][name]] == each
+        [parts] = together(numbered(streamed))["choices"].values()
+        assert parts["text"] == said["text"]
+        assert parts["logprobs"] == list(zip(*told.values(), strict=True))
         count = len(said["prompt_token_ids"])
         of_prompt = {name: each[:count] for name, each in told.items()}
         scored = await whole(app, prompt=PROMPT, max_tokens=0, logprobs=3, echo=True)
