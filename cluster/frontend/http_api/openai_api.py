@@ -23,8 +23,7 @@ from cluster.frontend.http_api.edge import (
     refusal_body,
     refusal_response,
 )
-from cluster.frontend.http_api.event_id import EventId
-from cluster.frontend.http_api.openai_answers import OpenAIAnswer
+from cluster.frontend.http_api.openai_answers import EventId, OpenAIAnswer
 from cluster.frontend.http_api.openai_models import (
     AnyRequest,
     ChatRequest,
