@@ -85,10 +85,8 @@ def tokenizer_of(parts: list[bytes]) -> tuple[Tokenizer, list[int]]:
 
 PARTS = [bytes([value]) for value in (0x80, 0xE4, 0xB8, 0xAD, 0xF0, 0x9F, 0xA6, 0x8A, 0xC3, 0xFF)]
 PARTS += [letter.encode() for letter in "a\u00e9\u4e2d\U0001f98a"]
-RUNS = st.lists(
-    st.tuples(st.sampled_from(PARTS), st.one_of(st.integers(1, 4), st.integers(1, HELD_MAX + 9))),
-    max_size=6,
-)
+RUNS = st.lists(st.tuples(st.sampled_from(PARTS), st.integers(1, 4)), max_size=15)
+"""Of no more bytes than are held back."""
 
 
 @given(RUNS, st.integers(1, 4), st.integers())
