@@ -10,7 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 
 
 @dataclass
@@ -193,11 +193,6 @@ def _token_times(record: Record) -> Iterable[float]:
 
 
 def _summed(records: Iterable[Record]) -> list[int]:
-    total: list[int] = []
-    for record in records:
-        total += [0] * (len(record.accepted_at) - len(total))
-        for j, count in enumerate(record.accepted_at):
-            total[j] += count
-    while total and total[-1] == 0:
-        total.pop()
-    return total
+    """Steps that accepted draft token j; never more for a later one."""
+    by_position = zip_longest(*(record.accepted_at for record in records), fillvalue=0)
+    return [total for counts in by_position if (total := sum(counts))]
