@@ -10,9 +10,8 @@ from xml.etree import ElementTree
 import pytest
 
 from cluster.bench.figures import Record, summarise
-from cluster.bench.page import to_html
 from cluster.bench.plots import columns, line, to_svg
-from cluster.bench.report import SCHEMA, VERSION, Report, to_json
+from cluster.bench.report import SCHEMA, VERSION, Report, to_html, to_json
 from tests.cluster.bench.test_figures import served
 
 
