@@ -26,7 +26,7 @@ from cluster.frontend.grpc_api.api import GrpcApi
 from cluster.frontend.http_api.openai_models import ChatRequest, CompletionRequest
 from protos import lockstep_pb2 as pb
 from tests.cluster.frontend.fuzz import requests as draw
-from tests.cluster.frontend.fuzz.messages import ANY
+from tests.cluster.frontend.fuzz.requests import MESSAGE
 from tests.cluster.frontend.http_rig import HERMES_TEMPLATE, http, served_tiny
 from tests.cluster.frontend.rig import CONFIG, Context, stream, unfinished
 
@@ -171,7 +171,7 @@ async def fuzz(
 
     sound = bodies(draw.well_formed, well_formed, seed)
     leaving = bodies(long_streams, disconnects, seed, [CompletionRequest, ChatRequest])
-    messages = draw.drawn(st.tuples(ANY, st.booleans()), grpc, seed)
+    messages = draw.drawn(st.tuples(MESSAGE, st.booleans()), grpc, seed)
     return (
         await round_of("well-formed over HTTP", sound, over_http, answered)
         + await round_of("disconnects", leaving, left_early, fine)
