@@ -33,6 +33,7 @@ from tests.cluster.frontend.rig import (
     text_of,
     unfinished,
 )
+from tests.cluster.scripted import joined
 from tests.cluster.wire import until
 
 
@@ -44,8 +45,7 @@ async def test_unary_and_stream_give_the_same_answer() -> None:
         expected = perfect(PROMPT_IDS, 50)
         assert list(answer.token_ids) == expected
         assert answer.text == text_of(expected)
-        assert "".join(chunk.text for chunk in chunks) == answer.text
-        assert [token for chunk in chunks for token in chunk.token_ids] == expected
+        assert joined(chunks) == (answer.text, expected)
         assert answer.request_id == chunks[0].request_id == "mine"
         assert all(chunk.token_ids for chunk in chunks), "the last ones come with the end"
         assert [chunk.HasField("end") for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
@@ -59,27 +59,24 @@ async def test_unary_and_stream_give_the_same_answer() -> None:
             assert not end.HasField("seed")
 
 
-async def test_a_stop_string_ends_text_and_tokens_at_the_same_place_always(
+async def test_an_end_by_a_stop_string_has_the_figures_of_the_pool(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # The figures come with the pool's answer to the cancel, which is waited for no longer.
+    # They come with the pool's answer to the cancel, which is waited for no longer.
     monkeypatch.setattr("cluster.frontend.answer._USAGE_WAIT_S", 100.0)
     async with frontend(step_s=0.002) as made:
         whole = perfect(PROMPT_IDS, 60)
-        text = text_of(whole)
-        stop = text[20:23]
+        stop = text_of(whole)[20:23]
         request = pb.GenerateRequest(prompt=PROMPT, max_new_tokens=60, stop=["never!", stop])
         answer = await made.Generate(request, Context())
         chunks = await stream(made, request, Context())
-        assert answer.text == text[: text.index(stop)]
-        assert "".join(chunk.text for chunk in chunks) == answer.text
-        tokens = [token for chunk in chunks for token in chunk.token_ids]
-        assert tokens == list(answer.token_ids) == whole[: len(tokens)]
+        tokens = list(answer.token_ids)
+        assert joined(chunks) == (answer.text, tokens)
+        assert answer.text == text_of(whole).partition(stop)[0]
         assert stop in text_of(tokens)
         assert stop not in text_of(tokens[:-1])
         for end in (answer.end, chunks[-1].end):
-            assert end.finish_reason == pb.FINISH_REASON_STOP
-            assert end.stop == stop
+            assert (end.finish_reason, end.stop) == (pb.FINISH_REASON_STOP, stop)
             assert end.usage.completion_tokens == len(tokens)
             assert end.speculation.steps > 0
         await until(lambda: not unfinished(made.service))

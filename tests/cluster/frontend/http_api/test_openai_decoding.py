@@ -1,11 +1,14 @@
 """Proves, with the tiny pair behind both edges: gRPC and OpenAI's API have the same fields and give
 the same tokens for them; log-probabilities, of the answer and of an echoed prompt, are those of
-transformers.
+transformers. An answer repeats its prompt, also with stop strings, several prompts and choices, and
+tells of it without any new token; text, tokens and their offsets agree where special tokens stand
+in the prompt or in the answer.
 """
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -23,8 +26,19 @@ from cluster.frontend.http_api.openai_models import ChatRequest, CompletionReque
 from cluster.frontend.tools.use import CalledFunction, CallTurn, Function
 from protos import lockstep_pb2 as pb
 from replicas.demo import TARGET_DIR
-from tests.cluster.frontend.http_rig import events, numbered, post, served_tiny, tiny_text, together
-from tests.cluster.frontend.rig import Context, stream
+from tests.cluster.frontend.http_rig import (
+    TEXT,
+    beginning,
+    events,
+    http_frontend,
+    numbered,
+    post,
+    served,
+    served_tiny,
+    tiny_text,
+    together,
+)
+from tests.cluster.frontend.rig import PROMPT as WORDS, PROMPT_IDS as WORD_IDS, Context, stream
 from tests.cluster.scripted import joined
 
 PROMPT = "def add(a, b):\n"
@@ -264,3 +278,74 @@ async def test_committed_tokens_may_have_ended_the_answer(told: dict[str, Any]) 
         of_prompt = said.get("prompt_logprobs") or said["logprobs"]["token_logprobs"]
         assert of_prompt == [None] * len(tiny_text().encode(PROMPT))
         assert said["finish_reason"] == "stop"
+
+
+# --------------------------------------------------------------------------- echo
+
+
+BEGIN = "<s>"
+"""That token has the id 0; a text becomes tokens with one before it."""
+
+
+@pytest.mark.parametrize(
+    ("prompt", "echo", "hidden"),
+    [
+        (WORDS, WORDS, 1),
+        (BEGIN + WORDS, BEGIN + WORDS, 1),
+        ([0, *WORD_IDS, 0], BEGIN + WORDS + BEGIN, 0),
+    ],
+)
+async def test_an_echo_has_the_special_tokens_that_were_given(
+    prompt: str | list[int], echo: str, hidden: int
+) -> None:
+    """`hidden`: tokens that are not in the echo."""
+    async with http_frontend(text=replace(TEXT, encoder=beginning())) as app:
+        asked = {"prompt": prompt, "echo": True, "logprobs": 0, "max_tokens": 0}
+        [choice] = (await post(app, "completions", **asked)).json["choices"]
+        assert choice["text"] == echo
+        told = choice["logprobs"]
+        assert "".join(told["tokens"]) == BEGIN * hidden + echo
+        at = 0
+        for token, offset in zip(told["tokens"], told["text_offset"], strict=True):
+            assert offset == at
+            at += len(token) if echo.startswith(token, at) else 0
+        assert at == len(echo)
+
+
+async def test_special_tokens_of_an_answer_take_no_place_in_its_text() -> None:
+    async with served_tiny() as (_made, app):
+        asked: dict[str, Any] = {"prompt": "x = ", "max_tokens": 3, "logprobs": 0}
+        asked |= {"ignore_eos": True, "logit_bias": {str(tiny_text().eos_token_ids[0]): 100}}
+        [choice] = (await post(app, "completions", **asked)).json["choices"]
+        assert (choice["text"], choice["logprobs"]["text_offset"]) == ("", [0, 0, 0])
+
+
+async def test_whole_answers_to_several_prompts_each_repeat_their_own() -> None:
+    fields: dict[str, Any] = {"prompt": [WORDS, WORD_IDS[:1]], "n": 2, "echo": True}
+    fields |= {"max_tokens": 20, "temperature": 1, "seed": 5}
+    async with served() as (_made, app):
+        alone = (await post(app, "completions", **fields | {"echo": False})).json["choices"]
+        answer = (await post(app, "completions", **fields)).json
+        echoed, usage = answer["choices"], answer["usage"]
+        first = TEXT.tokenizer.decode(WORD_IDS[:1])
+        for echo, one, other in zip([WORDS] * 2 + [first] * 2, alone, echoed, strict=True):
+            assert other == one | {"text": echo + one["text"]}
+        assert [choice["index"] for choice in echoed] == [0, 1, 2, 3]
+        assert (usage["prompt_tokens"], usage["completion_tokens"]) == (len(WORD_IDS) + 1, 80)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_stop_string_is_looked_for_behind_the_echo(stream: bool) -> None:
+    fields: dict[str, Any] = {"prompt": WORDS, "max_tokens": 60, "temperature": 0}
+    async with served() as (_made, app):
+        plain = (await post(app, "completions", **fields)).json["choices"][0]["text"]
+        for stop, said in (
+            (plain[20:23], plain[: plain.index(plain[20:23])]),
+            (WORDS, plain),
+            (WORDS[-1:] + plain[:2], plain),
+        ):
+            answer = await post(app, "completions", **fields, echo=True, stop=stop, stream=stream)
+            parts = events(answer) if stream else [answer.json]
+            choices = [part["choices"][0] for part in parts]
+            assert "".join(one["text"] for one in choices) == WORDS + said
+            assert choices[-1]["finish_reason"] == ("length" if said == plain else "stop")
