@@ -18,12 +18,11 @@ import uvicorn
 from fastapi import FastAPI, Response
 
 from cluster.bench.arrivals import Extent, Poisson, drive
-from cluster.bench.figures import Record, summarise
-from cluster.bench.load import grpc_request, over_grpc, take_chunk
+from cluster.bench.figures import Record
+from cluster.bench.load import grpc_request, over_grpc
 from cluster.bench.openai_load import take_event
 from cluster.bench.workload import Workload, synthetic_prompts
 from cluster.client import AsyncClient
-from cluster.client.retry import Continuation
 from protos import lockstep_pb2 as pb, lockstep_pb2_grpc
 from replicas.models.names import TINY
 from scheduler.simulation import uniform
@@ -99,27 +98,6 @@ def test_a_request_on_the_wire_has_the_options_and_a_seed_of_its_own() -> None:
     others = synthetic_prompts(3, uniform(4, 9), VOCAB, seed=2)
     assert workload().prompts == workload().prompts != others
     assert all(4 <= len(each) <= 9 and max(each) < VOCAB for each in others)
-
-
-def test_the_steps_after_a_break_stand_beside_the_tokens_since_then() -> None:
-    stream = Continuation(grpc_request(workload(), 0))
-    record = Record(0, 0.0, 0.0)
-    end = pb.End(
-        finish_reason=pb.FINISH_REASON_LENGTH,
-        usage=pb.Usage(prompt_tokens=5, completion_tokens=128),
-        speculation=pb.Speculation(steps=10, draft_tokens=40, accepted_tokens=18),
-    )
-    for before, chunk in (
-        (0.0, pb.GenerateChunk(token_ids=range(100))),
-        (1.0, pb.GenerateChunk(token_ids=range(28), end=end)),
-    ):
-        stream.request(before)
-        seen = stream.take(chunk)
-        assert seen is not None
-        take_chunk(record, seen, before)
-    assert (record.new_tokens, record.recovered, record.step_tokens) == (128, 1, 28)
-    record.end_s = 2.0
-    assert summarise([record]).committed_per_step == 28 / 10
 
 
 async def test_the_command_measures_a_cluster(tmp_path: Path) -> None:
