@@ -29,29 +29,22 @@ from tests.cluster.frontend.rig import Context
 HOME = Caller(address="127.0.0.1")
 
 
-class Keyed:
-    """An AdmissionControl with keys, and callers that hold them."""
-
-    def __init__(self, folder: Path, number: int = 1) -> None:
-        self.path = folder / "keys.yaml"
-        self.clock = Clock(100.0)
-        self._keys: dict[str, str] = {}
-        self._number = number
-
-    def key(self, name: str, priority_max: str = "normal", **limits: int | None) -> None:
-        self._keys[name] = add(self.path, name, priority_max, **limits)
-
-    def control(self) -> AdmissionControl:
-        frontend = FrontendConfig(number=self._number)
-        return AdmissionControl(AuthConfig(keys_file=str(self.path)), frontend, self.clock)
-
-    def caller(self, name: str, address: str = "192.0.2.7") -> Caller:
-        return Caller((f"Bearer {self._keys[name]}",), address)
-
-
 @pytest.fixture
-def keyed(tmp_path: Path) -> Keyed:
-    return Keyed(tmp_path)
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "keys.yaml"
+
+
+def keyed(
+    path: Path,
+    clock: Clock | None = None,
+    number: int = 1,
+    priority_max: str = "normal",
+    **limits: int,
+) -> tuple[AdmissionControl, Caller]:
+    """One that knows a single key, and who has it."""
+    key = add(path, "alice", priority_max, **limits)
+    auth, frontend = AuthConfig(keys_file=str(path)), FrontendConfig(number=number)
+    return AdmissionControl(auth, frontend, clock or Clock()), Caller((f"Bearer {key}",))
 
 
 # --------------------------------------------------------------------------- who
@@ -84,11 +77,10 @@ def test_only_a_peer_that_is_surely_this_machine_is_loopback(
     assert (caller.address, caller.on_loopback) == (address, loopback)
 
 
-def test_only_one_header_of_the_right_form_opens(keyed: Keyed) -> None:
-    keyed.key("alice")
-    (good,) = keyed.caller("alice").authorization
+def test_only_one_header_of_the_right_form_opens(path: Path) -> None:
+    control, caller = keyed(path)
+    [good] = caller.authorization
     key = good.removeprefix("Bearer ")
-    control = keyed.control()
     for right in (good, f"bearer {key}", f"BEARER {key}", f"Bearer  {key} "):
         control.check(Caller((right,), "192.0.2.7"))
     for wrong in (key, f"Basic {key}", f"Bearer{key}", "Bearer", "Bearer ", "", f"Bearer x{key}"):
@@ -103,9 +95,9 @@ def test_only_one_header_of_the_right_form_opens(keyed: Keyed) -> None:
 
 
 @pytest.mark.parametrize("most", list(Priority))
-def test_a_priority_above_the_keys_is_refused_by_name(keyed: Keyed, most: Priority) -> None:
-    keyed.key("alice", most.name.lower())
-    admission = keyed.control().admit(keyed.caller("alice"))
+def test_a_priority_above_the_keys_is_refused_by_name(path: Path, most: Priority) -> None:
+    control, caller = keyed(path, priority_max=most.name.lower())
+    admission = control.admit(caller)
     assert admission.tenant == "alice"
     for asked in Priority:
         if asked >= most:
@@ -143,25 +135,23 @@ def admitted(control: AdmissionControl, caller: Caller, tokens: int) -> Admitted
 
 
 def test_what_is_larger_than_the_bucket_passes_when_it_is_full_and_leaves_a_debt(
-    keyed: Keyed,
+    path: Path,
 ) -> None:
-    keyed.key("alice", tokens_per_minute=600, requests_max=3)
-    control, caller = keyed.control(), keyed.caller("alice")
+    clock = Clock()
+    control, caller = keyed(path, clock, tokens_per_minute=600, requests_max=3)
     small = admitted(control, caller, 60)
     assert isinstance(small, Admitted)
     assert admitted(control, caller, 1200) == pytest.approx(6.0), "not full"
-    keyed.clock.now_s += 6.0
+    clock.now_s += 6.0
     large = admitted(control, caller, 1200)
     assert isinstance(large, Admitted)
     assert admitted(control, caller, 0) == pytest.approx(60.0)
-    keyed.clock.now_s += 61.0
+    clock.now_s += 61.0
     assert isinstance(admitted(control, caller, 10), Admitted), "what was refused is not in flight"
 
 
-def test_each_of_several_frontends_enforces_its_share(tmp_path: Path) -> None:
-    keyed = Keyed(tmp_path, number=4)
-    keyed.key("alice", tokens_per_minute=400, requests_max=6)
-    control, caller = keyed.control(), keyed.caller("alice")
+def test_each_of_several_frontends_enforces_its_share(path: Path) -> None:
+    control, caller = keyed(path, number=4, tokens_per_minute=400, requests_max=6)
     held = [admitted(control, caller, 50), admitted(control, caller, 50)]
     assert all(isinstance(one, Admitted) for one in held)
     with pytest.raises(Overloaded, match="in flight") as refused:
@@ -172,18 +162,18 @@ def test_each_of_several_frontends_enforces_its_share(tmp_path: Path) -> None:
     assert admitted(control, caller, 50) == pytest.approx(30.0), "100 tokens a minute are used up"
 
 
-def test_new_limits_count_for_a_key_that_is_in_use(keyed: Keyed) -> None:
-    keyed.key("alice", tokens_per_minute=600)
-    control, caller = keyed.control(), keyed.caller("alice")
+def test_new_limits_count_for_a_key_that_is_in_use(path: Path) -> None:
+    clock = Clock()
+    control, caller = keyed(path, clock, tokens_per_minute=600)
     first = admitted(control, caller, 500)
     assert isinstance(first, Admitted)
-    text = keyed.path.read_text()
-    keyed.path.write_text(text.replace("tokens_per_minute: 600", "tokens_per_minute: 60"))
-    keyed.clock.now_s += 1.0
+    text = path.read_text()
+    path.write_text(text.replace("tokens_per_minute: 600", "tokens_per_minute: 60"))
+    clock.now_s += 1.0
     assert isinstance(admitted(control, caller, 60), Admitted), "a new rate begins anew"
     assert admitted(control, caller, 60) == pytest.approx(60.0)
-    keyed.path.write_text(text.replace("tokens_per_minute: 600", "tokens_per_minute: null"))
-    keyed.clock.now_s += 1.0
+    path.write_text(text.replace("tokens_per_minute: 600", "tokens_per_minute: null"))
+    clock.now_s += 1.0
     assert isinstance(admitted(control, caller, 10**6), Admitted)
     first.close(500)
 
