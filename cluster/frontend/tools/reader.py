@@ -57,7 +57,7 @@ class ToolReader:
         self._names = None if self._hermes else names
         """Only an object with one of these names is a call; None: with any."""
         # Of llama, an object at the beginning alone.
-        self._lead = re.compile(rf"\s*{CALL_BEGIN}\s*(?=\{{)" if self._hermes else r"\A\s*(?=\{)")
+        self._lead = re.compile((CALL_BEGIN if self._hermes else r"\A") + r"\s*(?=\{)")
         name = r"[a-zA-Z0-9_.-]{1,64}" if self._hermes else "|".join(map(re.escape, names))
         self._head = re.compile(rf'\{{\s*"name"\s*:\s*"({name})"\s*,\s*"{self._key}"\s*:\s*(?=\{{)')
         self._held = ""
@@ -99,9 +99,11 @@ class ToolReader:
                 return None
             self._say(len(bare[: len(bare) - tail_of(bare, (CALL_BEGIN + "{",))].rstrip()))
             yield
-        self._say(lead.start())
-        self._held = self._held[len(lead[0]) :]
-        return lead[0]
+        content = self._held[: lead.start()].rstrip()
+        between = self._held[len(content) : lead.end()]
+        self._say(len(content))
+        self._held = self._held[len(between) :]
+        return between
 
     def _object(self, lead: str) -> Generator[None, None, bool]:
         """Whether it is a call; else it is content, and so is the `lead` before it."""
