@@ -107,7 +107,7 @@ class ToolReader:
 
     def _object(self, lead: str) -> Generator[None, None, bool]:
         """Whether it is a call; else it is content, and so is the `lead` before it."""
-        scan, text, size = _Scan(), "", None
+        scan, text = _Scan(), ""
         while True:
             new, self._held = self._held, ""
             text += new
