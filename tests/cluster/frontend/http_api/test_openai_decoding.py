@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from fastapi import FastAPI
 from google.protobuf.descriptor import Descriptor
 from google.protobuf.json_format import ParseDict
 from pydantic import BaseModel
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM
 
 from cluster.client.retry import Continuation
 from cluster.frontend.http_api.openai_fields import Message
@@ -51,16 +50,6 @@ SCHEMA = {
     "required": ["name", "size"],
     "additionalProperties": False,
 }
-
-
-@cache
-def model() -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(TARGET_DIR).eval()
-
-
-def log_softmax(ids: list[int]) -> torch.Tensor:  # [tokens, vocab]
-    with torch.no_grad():
-        return model()(torch.tensor([ids])).logits[0].log_softmax(-1)
 
 
 async def whole(app: FastAPI, **fields: Any) -> dict[str, Any]:
@@ -190,21 +179,16 @@ async def test_log_probabilities_are_those_of_transformers_on_both_edges() -> No
         fields = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0, "logprobs": 3}
         said = await whole(app, **fields, echo=True, return_token_ids=True)
         ids = said["prompt_token_ids"] + said["token_ids"]
-        plain = log_softmax(ids)
+        with torch.no_grad():
+            model = AutoModelForCausalLM.from_pretrained(TARGET_DIR).eval()
+            plain = model(torch.tensor([ids])).logits[0].log_softmax(-1)
         told = said["logprobs"]
         assert len(told["tokens"]) == len(ids)
         assert "".join(told["tokens"]) == said["text"]
         assert said["text"].startswith(PROMPT)
         assert told["token_logprobs"][0] is told["top_logprobs"][0] is None
-        for place, (token, logprob, top, offset) in enumerate(
-            zip(
-                told["tokens"],
-                told["token_logprobs"],
-                told["top_logprobs"],
-                told["text_offset"],
-                strict=True,
-            )
-        ):
+        rows = list(zip(*told.values(), strict=True))
+        for place, (token, logprob, top, offset) in enumerate(rows):
             assert said["text"][offset:].startswith(token)
             if place == 0:
                 continue
@@ -225,7 +209,7 @@ async def test_log_probabilities_are_those_of_transformers_on_both_edges() -> No
         streamed = await post(app, "completions", **fields, stream=True, echo=True)
         [parts] = together(numbered(streamed))["choices"].values()
         assert parts["text"] == said["text"]
-        assert parts["logprobs"] == list(zip(*told.values(), strict=True))
+        assert parts["logprobs"] == rows
         count = len(said["prompt_token_ids"])
         of_prompt = {name: each[:count] for name, each in told.items()}
         scored = await whole(app, prompt=PROMPT, max_tokens=0, logprobs=3, echo=True)
