@@ -59,10 +59,8 @@ class Detokenizer:
         return rest
 
     def flush(self) -> str:
-        """What is still held back: bytes that never became a character, as U+FFFD."""
-        rest = self._rest(self._decode(self._settled + self._held))
-        self._settle(self._settled + self._held)
-        return rest
+        """What is held back when no token comes any more: bytes of no character, as U+FFFD."""
+        return self._rest(self._decode(self._settled + self._held))
 
     def _rest(self, text: str) -> str:
         """Of the text of all tokens that are here what was not given out."""
