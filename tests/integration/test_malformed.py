@@ -24,8 +24,7 @@ from hypothesis import strategies as st
 from cluster.client import Client
 from protos import lockstep_pb2 as pb
 from tests.chaos.hosted import HostedCluster
-from tests.cluster.frontend.fuzz.requests import MESSAGE
-from tests.cluster.frontend.fuzz.requests import drawn
+from tests.cluster.frontend.fuzz.requests import MESSAGE, drawn
 from tests.integration.conftest import Expected
 
 pytestmark = pytest.mark.ray

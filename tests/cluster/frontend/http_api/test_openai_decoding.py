@@ -7,6 +7,7 @@ in the prompt or in the answer.
 
 from __future__ import annotations
 
+import asyncio
 import json
 from dataclasses import replace
 from typing import Any
