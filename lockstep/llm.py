@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import Progress
 
 from cluster.config import ClusterConfig, ConfigError
 from cluster.config_sources import ALIASES, from_args
@@ -231,8 +231,7 @@ class LLM:
                 raise InvalidRequest(name, error.reason) from None
             stream = TextStream(self._text.tokenizer, request.prompt, call.stop)
             written.append(_Writing(request, stream, output, scores=call.max_new_tokens == 0))
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-        with Progress(*columns, TimeRemainingColumn(), disable=not progress) as bar:
+        with Progress(disable=not progress) as bar:
             task = bar.add_task("prompts", total=len(written))
             left = list(written)
             while left and engine.advance():
@@ -244,16 +243,9 @@ class LLM:
     def _request(self, call: GenerateCall, prompt: Prompt) -> Request:
         text = self._text
         check_call(call, self._config, text.context_len)
-        match prompt:
-            case TokenPrompt(ids):
-                tokens = tuple(ids)
-            case TextPrompt(words):
-                tokens = text.encode(words)
-            case ChatPrompt():
-                tokens = text.encode_chat(prompt)
         grammar = "" if call.structure is None else text.grammar(call.structure)
         call = replace(call, timeout_s=_TEN_YEARS_S)
-        [request] = requests_of(call, 0, tokens, text, self._config, grammar)
+        [request] = requests_of(call, 0, text.tokens(prompt), text, self._config, grammar)
         self._number += 1
         return replace(request, id=str(self._number))
 

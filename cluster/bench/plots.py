@@ -47,17 +47,6 @@ def line(
     return draw
 
 
-def histogram(values: Sequence[float], bins: int, title: str, x_label: str, y_label: str) -> Plot:
-    """How many values lie in each of so many equal parts from 0 to the greatest."""
-
-    def draw(axes: Axes) -> None:
-        span = (0, max(values, default=1.0))
-        axes.hist(values, bins, range=span, color=MARK, rwidth=0.94)
-        axes.set(title=title, xlabel=x_label, ylabel=y_label, xlim=(0, None))
-
-    return draw
-
-
 def columns(values: Sequence[float], title: str, x_label: str, y_label: str, y_most: float) -> Plot:
     """A column for each value, numbered from 1."""
 

@@ -122,8 +122,7 @@ def bench(
 
     report = _measured(plan, service, bars, server)
     _print(report)
-    from cluster.bench.page import to_html
-    from cluster.bench.report import to_json
+    from cluster.bench.report import to_html, to_json
 
     write(json, lambda: to_json(report))
     write(html, lambda: to_html(report))

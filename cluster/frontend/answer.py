@@ -18,7 +18,7 @@ from grpc import StatusCode
 from cluster.config import ClusterConfig
 from cluster.frontend.calls import Delta, GenerateCall, SequenceEnd, call_field
 from cluster.frontend.status_codes import CODES, Refusal, Refused, refusal_of_finish
-from cluster.frontend.text import Piece, TextStream
+from cluster.frontend.text import TextStream
 from cluster.frontend.tools import CallDelta, ToolReader
 from cluster.metrics import FrontendMeter
 from cluster.pool.in_flight import InFlightRequest
@@ -258,7 +258,10 @@ class Answer:
         request."""
         live = sequence.live
         while sequence.stop is None and (new := live.tokens[sequence.taken : most]):
-            piece = await _pushed(sequence.text, new)
+            text = sequence.text
+            # Many hold up other calls.
+            inline = len(new) <= _TEXT_INLINE_TOKENS
+            piece = text.push(new) if inline else await asyncio.to_thread(text.push, new)
             sequence.taken += piece.tokens
             sequence.said += piece.text
             sequence.tokens += new[: piece.tokens]
@@ -311,10 +314,3 @@ class Answer:
             raise Refused(Refusal(CODES[reject.code], message, reject.retry_after_s, name))
         assert live.finish is not None
         return live.finish
-
-
-async def _pushed(text: TextStream, tokens: Sequence[int]) -> Piece:
-    """Push tokens without holding up other calls."""
-    if len(tokens) <= _TEXT_INLINE_TOKENS:
-        return text.push(tokens)
-    return await asyncio.to_thread(text.push, tokens)

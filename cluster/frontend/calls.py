@@ -34,11 +34,20 @@ class TextPrompt:
     special_tokens: bool = True
     """Whether those that the target expects around a text are added, such as BOS."""
 
+    @property
+    def size(self) -> int:
+        """Bytes in UTF-8."""
+        return len(self.text.encode())
+
 
 @dataclass(frozen=True, slots=True)
 class TokenPrompt:
     field: ClassVar = "prompt_token_ids"
     ids: Sequence[int]
+
+    @property
+    def size(self) -> int:
+        return len(self.ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,18 +221,14 @@ def check_call(call: GenerateCall, config: ClusterConfig, context_len: int) -> N
 
 def check_prompt(prompt: Prompt, config: ClusterConfig) -> None:
     """What can be said of its size. Raises InvalidRequest, which names the field."""
-    match prompt:
-        case TextPrompt(text):
-            size, most, unit = len(text.encode()), config.frontend.prompt_bytes_max, "bytes"
-        case TokenPrompt(ids):
-            size, most, unit = len(ids), config.scheduler.prompt_tokens_max, "tokens"
-        case ChatPrompt(messages):
-            if len(messages) > MESSAGES_MAX:
-                reason = f"{len(messages)} given, at most {MESSAGES_MAX} allowed"
-                raise InvalidRequest("messages", reason)
-            if any(not turn["role"] for turn in messages):
-                raise InvalidRequest("messages", "a role must not be empty")
-            size, most, unit = prompt.size, config.frontend.prompt_bytes_max, "bytes"
+    if isinstance(prompt, ChatPrompt):
+        if (turns := len(prompt.messages)) > MESSAGES_MAX:
+            raise InvalidRequest("messages", f"{turns} given, at most {MESSAGES_MAX} allowed")
+        if any(not turn["role"] for turn in prompt.messages):
+            raise InvalidRequest("messages", "a role must not be empty")
+    size, most, unit = prompt.size, config.frontend.prompt_bytes_max, "bytes"
+    if isinstance(prompt, TokenPrompt):
+        most, unit = config.scheduler.prompt_tokens_max, "tokens"
     if not size:
         raise InvalidRequest(prompt.field, "must not be empty")
     if size > most:

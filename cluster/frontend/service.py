@@ -8,26 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
-from functools import partial
 
 from grpc import StatusCode
 
 from cluster.config import ClusterConfig
 from cluster.frontend.admission.control import AdmissionControl, Admitted, Caller
 from cluster.frontend.answer import Answer
-from cluster.frontend.calls import (
-    ChatPrompt,
-    GenerateCall,
-    Prompt,
-    TextPrompt,
-    TokenPrompt,
-    call_field,
-    check_call,
-    check_number,
-)
+from cluster.frontend.calls import GenerateCall, Prompt, call_field, check_call, check_number
 from cluster.frontend.requests import drawn_seed, requests_of
 from cluster.frontend.status_codes import Refusal, Refused, refusal_of_error
 from cluster.frontend.target_text import TargetText
@@ -39,8 +29,8 @@ from cluster.pool.shard_router import ShardRouter
 from scheduler.errors import InvalidRequest, LockstepError, Overloaded
 from scheduler.messages import Request
 
-_TOKENIZE_INLINE_BYTES = 8192
-"""A longer prompt is tokenized on a thread, off the event loop."""
+_TOKENIZE_INLINE = 8192
+"""A prompt of more bytes, or tokens, is made tokens on a thread, off the event loop."""
 
 
 class FrontendService:
@@ -168,18 +158,7 @@ class FrontendService:
         return answer
 
     async def tokens(self, prompt: Prompt) -> tuple[int, ...]:
-        """Token ids of a prompt; long texts are tokenized off the event loop, on a thread.
-
-        Raises InvalidRequest.
-        """
-        encode: Callable[[], tuple[int, ...]]
-        match prompt:
-            case TokenPrompt(ids):
-                return tuple(ids)
-            case TextPrompt(text, special_tokens):
-                encode, size = partial(self.text.encode, text, special_tokens), len(text)
-            case ChatPrompt():
-                encode, size = partial(self.text.encode_chat, prompt), prompt.size
-        if size <= _TOKENIZE_INLINE_BYTES:
-            return encode()
-        return await asyncio.to_thread(encode)
+        """Those of a prompt; of a long one made off the event loop. Raises InvalidRequest."""
+        if prompt.size <= _TOKENIZE_INLINE:
+            return self.text.tokens(prompt)
+        return await asyncio.to_thread(self.text.tokens, prompt)

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer
 
+from cluster.frontend.calls import ChatPrompt, Prompt, TextPrompt, TokenPrompt
+from cluster.frontend.structure import Structure
 from replicas.config import ReplicaConfig
 from scheduler.errors import InvalidRequest
 from scheduler.messages import ReplicaSpec
 
 if TYPE_CHECKING:
-    from cluster.frontend.calls import ChatPrompt
-    from cluster.frontend.structure import Structure
     from replicas.decoding import Grammars
 
 
@@ -78,6 +78,16 @@ class TargetText:
         """Token ids of a prompt, special tokens such as BOS included unless told otherwise."""
         encoded = self.encoder(text, add_special_tokens=special_tokens, verbose=False)
         return tuple(encoded["input_ids"])
+
+    def tokens(self, prompt: Prompt) -> tuple[int, ...]:
+        """Of any kind of prompt. Raises InvalidRequest."""
+        match prompt:
+            case TokenPrompt(ids):
+                return tuple(ids)
+            case TextPrompt(text, special_tokens):
+                return self.encode(text, special_tokens)
+            case ChatPrompt():
+                return self.encode_chat(prompt)
 
     @property
     def chat_template(self) -> str | None:

@@ -13,14 +13,12 @@ from functools import lru_cache
 from tokenizers import Tokenizer
 
 _CONTEXT_TOKENS = 16
-"""Tokens of the prompt that the decoder sees, so that the first new token gets its space right."""
+"""Tokens before those held back that the decoder sees at most, the prompt's at first, so that a
+token gets its space right."""
 _INCOMPLETE = "\ufffd"
 """What a decoder makes of bytes that are no character, or not yet."""
 HELD_MAX = 64
 """So many tokens are held back at most, for all of them are decoded again with each one more."""
-_KEPT = 8
-"""So many stay when their text must go: more bytes than a character has, so that a decoder which
-begins with them ends in step."""
 
 
 class Detokenizer:
@@ -28,9 +26,9 @@ class Detokenizer:
 
     The text of valid UTF-8 is that of all tokens decoded at once, and so is that of bad bytes in a
     byte-level tokenizer. One with byte fallback makes a whole run of byte tokens U+FFFD, one for
-    each, if any of them is bad. Here what was given out before the bad one stays; after every
-    `HELD_MAX` tokens the run is text again if its last `_KEPT` are text by themselves. What a push
-    costs is bounded, whatever the tokens are.
+    each, if any of them is bad. Here what was given out before the bad one stays. `HELD_MAX` tokens
+    of which none ends a character are given out as they stand, so that what a push costs is
+    bounded, whatever the tokens are; no writing has such.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
@@ -53,17 +51,16 @@ class Detokenizer:
             return ""
         self._held.append(token)
         text = self._decode(self._settled + self._held)
-        if text.endswith(_INCOMPLETE) or self._given.startswith(text):
-            return self._let_go(text) if len(self._held) == HELD_MAX else ""
+        adds = not (text.endswith(_INCOMPLETE) or self._given.startswith(text))
+        if not adds and len(self._held) < HELD_MAX:
+            return ""
         rest = self._rest(text)
-        self._settle(self._held)
+        self._settle(self._held[-_CONTEXT_TOKENS:])
         return rest
 
     def flush(self) -> str:
-        """What is still held back: bytes that never became a character, as U+FFFD."""
-        rest = self._rest(self._decode(self._settled + self._held))
-        self._settle(self._settled + self._held)
-        return rest
+        """What is held back when no token comes any more: bytes of no character, as U+FFFD."""
+        return self._rest(self._decode(self._settled + self._held))
 
     def _rest(self, text: str) -> str:
         """Of the text of all tokens that are here what was not given out."""
@@ -72,21 +69,6 @@ class Detokenizer:
         # With the tokens held back those before them decode to other text (one bad byte spoils a
         # whole run of byte tokens). What was given out stays, and the others are decoded alone.
         return self._decode(self._held)
-
-    def _let_go(self, text: str) -> str:
-        """Give out the text of the tokens held back, but for what may yet become a character."""
-        rest = self._rest(text)
-        kept = self._held[-_KEPT:]
-        if not rest:
-            self._held = kept
-            return ""
-        # The kept tokens may begin within a character, and their text with U+FFFD that the whole
-        # text has not. Both end alike: what may yet become a character is the last one of both.
-        again = self._decode(kept)
-        opened = int(rest.endswith(_INCOMPLETE) and again.endswith(_INCOMPLETE))
-        self._settled, self._held = kept[: _KEPT - opened], kept[_KEPT - opened :]
-        self._given = again[: len(again) - opened]
-        return rest[: len(rest) - opened]
 
     def _settle(self, tokens: list[int]) -> None:
         self._settled, self._held, self._given = tokens, [], self._decode(tokens)
@@ -100,33 +82,6 @@ def special_ids(tokenizer: Tokenizer) -> frozenset[int]:
     """Tokens that have no text in an answer."""
     added = tokenizer.get_added_tokens_decoder()
     return frozenset(token for token, of in added.items() if of.special)
-
-
-class StopStrings:
-    """Ends a text before the first stop string in it, also when it spans several pushes."""
-
-    def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = tuple(stops)
-        self._held = ""
-
-    def push(self, text: str) -> tuple[str, str | None]:
-        """The text that is safe to give out, and the stop string if one is complete."""
-        if not self._stops:
-            return text, None
-        text = self._held + text
-        hits = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
-        if hits:
-            at, stop = min(hits)
-            self._held = ""
-            return text[:at], stop
-        keep = tail_of(text, self._stops)
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep], None
-
-    def flush(self) -> str:
-        """What was held back for a stop string that did not come."""
-        held, self._held = self._held, ""
-        return held
 
 
 def tail_of(text: str, words: Sequence[str]) -> int:
@@ -150,17 +105,19 @@ class Piece:
 
 
 class TextStream:
-    """Detokenizer and stop strings of one answer."""
+    """The text of one answer, up to the first stop string in it, which may span several pushes."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stops: Sequence[str]) -> None:
         self._detokenizer = Detokenizer(tokenizer, prompt)
-        self._stops = StopStrings(stops)
+        self._stops = tuple(stops)
+        self._held = ""
+        """Text that may be the beginning of a stop string."""
 
     def push(self, tokens: Sequence[int]) -> Piece:
         """Feed tokens; after a stop string was found the rest of them is left alone."""
         texts: list[str] = []
         for used, token in enumerate(tokens, start=1):
-            text, stop = self._stops.push(self._detokenizer.push(token))
+            text, stop = self._free(self._detokenizer.push(token))
             texts.append(text)
             if stop is not None:
                 return Piece("".join(texts), used, stop)
@@ -168,7 +125,18 @@ class TextStream:
 
     def finish(self) -> Piece:
         """No more tokens: give out all that is held back."""
-        text, stop = self._stops.push(self._detokenizer.flush())
-        if stop is None:
-            text += self._stops.flush()
-        return Piece(text, 0, stop)
+        text, stop = self._free(self._detokenizer.flush())
+        return Piece(text if stop is not None else text + self._held, 0, stop)
+
+    def _free(self, text: str) -> tuple[str, str | None]:
+        """The text that is safe to give out, and the stop string if one is complete."""
+        if not self._stops:
+            return text, None
+        text = self._held + text
+        hits = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if hits:
+            at, stop = min(hits)
+            return text[:at], stop
+        kept = tail_of(text, self._stops)
+        self._held = text[len(text) - kept :]
+        return text[: len(text) - kept], None

@@ -24,8 +24,7 @@ from hypothesis import strategies as st
 from cluster.client import Client
 from protos import lockstep_pb2 as pb
 from tests.chaos.hosted import HostedCluster
-from tests.cluster.frontend.fuzz.messages import ANY
-from tests.cluster.frontend.fuzz.requests import drawn
+from tests.cluster.frontend.fuzz.requests import MESSAGE, drawn
 from tests.integration.conftest import Expected
 
 pytestmark = pytest.mark.ray
@@ -100,7 +99,7 @@ CALLS = st.one_of(
             method, changed(message.SerializeToString(), *change)
         ),
         GENERATE,
-        ANY,
+        MESSAGE,
         st.integers(0, 10_000),
         st.integers(0, 255),
         st.just(0) | st.integers(0, 8),

@@ -116,7 +116,7 @@ def test_with_a_seed_of_its_own_a_model_samples_the_same_again() -> None:
 def test_what_is_wrong_is_named(llm: LLM) -> None:
     with pytest.raises(InvalidRequest, match="prompt 1: temperature"):
         llm.generate(PROMPTS[:2], [SamplingParams(), SamplingParams(temperature=-1)])
-    with pytest.raises(InvalidRequest, match="messages"):
+    with pytest.raises(InvalidRequest, match=r"messages: .*no chat template; send prompt"):
         llm.chat([{"role": "user", "content": "hello"}], progress=False)
     with pytest.raises(InvalidRequest, match=r"^sampling_params: 1 for 3"):
         llm.generate(PROMPTS, sampling_params=[SamplingParams()])

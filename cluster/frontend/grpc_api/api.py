@@ -7,7 +7,7 @@ on the context and returns, so that a client's mistake is no stack trace in the 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterable
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 from urllib.parse import unquote
 
 from grpc import StatusCode
@@ -16,8 +16,7 @@ from grpc_health.v1 import health_pb2
 from cluster.frontend.admission.control import Caller
 from cluster.frontend.calls import GenerateCall
 from cluster.frontend.grpc_api.handlers import LOCKSTEP, Unparsed
-from cluster.frontend.grpc_api.messages import to_call, to_calls, to_end, to_logprobs
-from cluster.frontend.grpc_api.status import to_status
+from cluster.frontend.grpc_api.messages import to_call, to_parts, to_status
 from cluster.frontend.service import FrontendService
 from cluster.frontend.status_codes import Refusal, Refused
 from protos import lockstep_pb2 as pb
@@ -61,20 +60,14 @@ class GrpcApi:
             call = _parsed(self.service, request, caller_of(grpc_context), stream=False)
             async with self.service.open(call) as answer:
                 # Not before: the number of choices has been checked now.
-                choices = [
-                    pb.GenerateResponse(request_id=call.request_id, index=index)
-                    for index in range(call.choices)
-                ]
+                choices = [pb.GenerateResponse()] * call.choices
                 async for delta in answer:
                     assert delta.end is not None, "one delta with all of it"
                     if delta.end.refusal is not None:
                         raise Refused(delta.end.refusal)
-                    response = choices[delta.index]
-                    response.text = delta.text
-                    response.logprobs.extend(to_logprobs(delta.logprobs))
-                    response.tool_calls.extend(to_calls(delta.calls))
-                    response.token_ids.extend(delta.tokens)
-                    response.end.CopyFrom(to_end(delta.end))
+                    choices[delta.index] = pb.GenerateResponse(
+                        request_id=call.request_id, **to_parts(delta)
+                    )
         except Refused as refused:
             refuse(grpc_context, refused.refusal)
             return pb.GenerateResponse()
@@ -86,26 +79,19 @@ class GrpcApi:
         self, request: pb.GenerateRequest | Unparsed, grpc_context: CallContext
     ) -> AsyncIterator[pb.GenerateChunk]:
         """Server streaming: chunks, the last one of each choice with its end."""
-        chunk = pb.GenerateChunk()
+        first: dict[str, Any] = {}
         try:
             call = _parsed(self.service, request, caller_of(grpc_context), stream=True)
             async with self.service.open(call) as answer:
-                chunk = pb.GenerateChunk(request_id=call.request_id, seed=answer.seed(0))
+                first = {"request_id": call.request_id, "seed": answer.seed(0)}
                 async for delta in answer:
-                    chunk.index = delta.index
-                    chunk.text = delta.text
-                    chunk.token_ids.extend(delta.tokens)
-                    chunk.logprobs.extend(to_logprobs(delta.logprobs))
-                    chunk.tool_calls.extend(to_calls(delta.calls))
-                    if delta.end is not None:
-                        chunk.end.CopyFrom(to_end(delta.end))
-                        if delta.end.refusal is not None:
-                            refuse(grpc_context, delta.end.refusal)
-                    yield chunk
-                    chunk = pb.GenerateChunk()
+                    if delta.end is not None and delta.end.refusal is not None:
+                        refuse(grpc_context, delta.end.refusal)
+                    yield pb.GenerateChunk(**first, **to_parts(delta))
+                    first = {}
         except Refused as refused:
             refuse(grpc_context, refused.refusal)
-            yield chunk
+            yield pb.GenerateChunk(**first)
 
     async def Status(
         self, request: pb.StatusRequest | Unparsed, grpc_context: CallContext

@@ -1,16 +1,18 @@
-"""From a GenerateRequest to a call, and from the end of a sequence to an End."""
+"""From requests to calls; from the end of a sequence, and from what the pool says, to answers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, TypeVar
 
+from google.protobuf.message import Message
 from pydantic import BaseModel
 
 from cluster.frontend.admission.control import Caller
 from cluster.frontend.calls import (
     ChatPrompt,
+    Delta,
     GenerateCall,
     Prompt,
     SequenceEnd,
@@ -19,7 +21,6 @@ from cluster.frontend.calls import (
 )
 from cluster.frontend.structure import Structure
 from cluster.frontend.tools import (
-    CallDelta,
     CallTurn,
     FunctionName,
     NamedTool,
@@ -28,11 +29,13 @@ from cluster.frontend.tools import (
     ToolUse,
     json_object,
 )
+from cluster.pool.protocol import PoolView
 from cluster.sentences import validated
 from protos import lockstep_pb2 as pb
 from scheduler.decoding import TokenLogprobs
 from scheduler.errors import InvalidRequest
 from scheduler.messages import Priority
+from scheduler.status import ReplicaStatus
 
 _PRIORITIES: Mapping[int, Priority | None] = {
     pb.PRIORITY_UNSPECIFIED: None,
@@ -49,6 +52,7 @@ _SAME = [field for field in pb.GenerateRequest.DESCRIPTOR.fields if field.name i
 """What a call has by the same name, and as its own default where it is not given."""
 
 _M = TypeVar("_M", bound=BaseModel)
+_P = TypeVar("_P", bound=Message)
 
 
 def to_call(
@@ -164,7 +168,20 @@ def _structure(message: pb.GenerateRequest) -> Structure | None:
     return Structure(kind, tuple(texts))
 
 
-def to_logprobs(told: Iterable[TokenLogprobs]) -> list[pb.TokenLogprobs]:
+def to_parts(delta: Delta) -> dict[str, Any]:
+    """The fields of an answer or of a chunk that have this delta; of calls those that are whole."""
+    calls = [one.whole for one in delta.calls if one.whole is not None]
+    return {
+        "index": delta.index,
+        "text": delta.text,
+        "token_ids": delta.tokens,
+        "logprobs": _logprobs(delta.logprobs),
+        "tool_calls": [pb.ToolCall(name=of.name, arguments=of.arguments, id=of.id) for of in calls],
+        "end": None if delta.end is None else _end(delta.end),
+    }
+
+
+def _logprobs(told: Iterable[TokenLogprobs]) -> list[pb.TokenLogprobs]:
     return [
         pb.TokenLogprobs(
             logprob=one.logprob,
@@ -176,33 +193,63 @@ def to_logprobs(told: Iterable[TokenLogprobs]) -> list[pb.TokenLogprobs]:
     ]
 
 
-def to_calls(calls: Iterable[CallDelta]) -> list[pb.ToolCall]:
-    """Those that are whole now."""
-    ended = [one.whole for one in calls if one.whole is not None]
-    return [pb.ToolCall(name=one.name, arguments=one.arguments, id=one.id) for one in ended]
-
-
-def to_end(end: SequenceEnd) -> pb.End:
-    usage = end.usage
-    return pb.End(
+def _end(end: SequenceEnd) -> pb.End:
+    sources = (end, end.usage)
+    return _copied(
+        pb.End,
+        sources,
         finish_reason=f"FINISH_REASON_{end.reason.name}",
-        usage=pb.Usage(
-            prompt_tokens=end.prompt_tokens,
-            completion_tokens=end.completion_tokens,
-            cached_tokens=usage.cached_tokens,
-        ),
-        speculation=pb.Speculation(
-            steps=usage.steps,
-            draft_tokens=usage.draft_tokens,
-            accepted_tokens=usage.accepted_tokens,
-            accepted_at=usage.accepted_at,
-        ),
-        replicas=usage.replicas,
-        recovered=usage.recovered,
-        seed=end.seed,
-        stop=end.stop,
-        first_token_s=end.first_token_s,
-        total_s=end.total_s,
-        message=end.message,
-        prompt_logprobs=to_logprobs(end.prompt_logprobs),
+        usage=_copied(pb.Usage, sources),
+        speculation=_copied(pb.Speculation, sources),
+        prompt_logprobs=_logprobs(end.prompt_logprobs),
     )
+
+
+# --------------------------------------------------------------------------- status
+
+
+def to_status(view: PoolView) -> pb.StatusResponse:
+    status = view.status
+    figures = status.figures
+    return _copied(
+        pb.StatusResponse,
+        (view, status, figures),
+        ready=not view.stopping and status.serving > 0,
+        pool_incarnation=view.incarnation,
+        pool_uptime_s=view.uptime_s,
+        replicas=[_replica(replica) for replica in status.replicas],
+        running=status.live - status.waiting,
+        requests_finished=sum(status.finished.values()),
+        tokens_committed=figures.committed_tokens,
+        batch_spread_mean=figures.spread_mean,
+        shards=[
+            *(_shard(shard) for shard in view.shards),
+            *(pb.ShardStatus(name=name, silent=True) for name in view.silent),
+        ],
+        batches=figures.step_batches,
+        batch_spread_sum=figures.spread_sum,
+    )
+
+
+def _shard(view: PoolView) -> pb.ShardStatus:
+    status = view.status
+    running = status.live - status.waiting
+    return _copied(pb.ShardStatus, (view, status), running=running, silent=False)
+
+
+def _replica(replica: ReplicaStatus) -> pb.ReplicaStatus:
+    return _copied(
+        pb.ReplicaStatus,
+        (replica, replica.spec, replica.figures),
+        kv_blocks_free=replica.spec.kv_blocks - replica.kv_blocks_used,
+        cost_estimates=_copied(pb.CostEstimates, (replica.estimates,)),
+    )
+
+
+def _copied(kind: type[_P], sources: Sequence[object], **others: Any) -> _P:
+    """A message with `others`, and with what a source has by the name of a field."""
+    for name in kind.DESCRIPTOR.fields_by_name.keys() - others.keys():
+        source = next((one for one in sources if hasattr(one, name)), None)
+        if source is not None:
+            others[name] = getattr(source, name)
+    return kind(**others)

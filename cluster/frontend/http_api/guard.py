@@ -12,7 +12,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from urllib.parse import urlsplit
 
 from fastapi import HTTPException, Request
-from starlette.datastructures import Headers
 
 from cluster.config import ClusterConfig
 
@@ -22,38 +21,25 @@ _DEFAULT_PORTS = {"http": ":80", "https": ":443"}
 def guard_of(config: ClusterConfig) -> Callable[[Request], Awaitable[None]]:
     """A dependency of routes, which raises HTTPException for a request that is not to be served.
     What tells nothing of requests does without: it is open to every caller by whatever name."""
+    origins = config.server.http_origins
     # A page has no key, so with keys any name may be used.
     hosts = None if config.auth.has_keys else config.server.http_hosts
 
     async def guard(request: Request) -> None:
-        origins = config.server.http_origins
-        refused = refusal_of_headers(request.method, request.headers, hosts, origins)
-        if refused is not None:
-            raise HTTPException(*refused)
+        host = request.headers.get("host", "")
+        if hosts is not None and host and not _is_ours(host, hosts):
+            said = f"host: {host!r} is not a name of this server; use an address or localhost, or"
+            raise HTTPException(421, f"{said} name it in server.http_hosts")
+        for origin in request.headers.getlist("origin"):
+            if origin not in origins and not _same_host(origin, host):
+                said = f"origin: pages of {origin!r} are not served"
+                raise HTTPException(403, f"{said}; name it in server.http_origins")
+        given = request.headers.get("content-type", "")
+        kind = given.partition(";")[0].strip().lower()
+        if request.method in ("POST", "PUT", "PATCH") and kind != "application/json":
+            raise HTTPException(415, f"content-type: must be application/json, is {given!r}")
 
     return guard
-
-
-def refusal_of_headers(
-    method: str, headers: Headers, hosts: Sequence[str] | None, origins: Sequence[str]
-) -> tuple[int, str] | None:
-    """HTTP status and reason, or None. `hosts`: names that may be used; None for any name."""
-    host = headers.get("host", "")
-    if hosts is not None and host and not _is_ours(host, hosts):
-        return 421, (
-            f"host: {host!r} is not a name of this server; use an address or localhost, or name it"
-            " in server.http_hosts"
-        )
-    for origin in headers.getlist("origin"):
-        if origin not in origins and not _same_host(origin, host):
-            return 403, (
-                f"origin: pages of {origin!r} are not served; name it in server.http_origins"
-            )
-    if method in ("POST", "PUT", "PATCH"):
-        given = headers.get("content-type", "")
-        if given.partition(";")[0].strip().lower() != "application/json":
-            return 415, f"content-type: must be application/json, is {given!r}"
-    return None
 
 
 def _is_ours(host: str, names: Sequence[str]) -> bool:

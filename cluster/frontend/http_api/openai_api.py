@@ -15,16 +15,15 @@ from fastapi.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from cluster.frontend.calls import Delta, GenerateCall
-from cluster.frontend.http_api.body import read_body
-from cluster.frontend.http_api.errors import (
+from cluster.frontend.http_api.edge import (
     UNEXPECTED,
     check_model,
     checked_caller,
+    read_body,
     refusal_body,
     refusal_response,
 )
-from cluster.frontend.http_api.event_id import EventId
-from cluster.frontend.http_api.openai_answers import OpenAIAnswer
+from cluster.frontend.http_api.openai_answers import EventId, OpenAIAnswer
 from cluster.frontend.http_api.openai_models import (
     AnyRequest,
     ChatRequest,

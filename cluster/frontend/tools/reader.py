@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 import uuid
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,159 +52,143 @@ class ToolReader:
     def __init__(self, form: ToolFormat, names: frozenset[str], parallel: bool = True) -> None:
         """`parallel`: whether calls behind the first one are given out."""
         self._parallel = parallel
-        self._hermes = hermes = form is ToolFormat.HERMES
-        self._key = "arguments" if hermes else "parameters"
-        self._tag = CALL_BEGIN if hermes else ""
-        self._between = None if hermes else "; \n"
-        """Characters beside a call that are dropped; None: white space."""
-        self._names = None if hermes else names
+        self._hermes = form is ToolFormat.HERMES
+        self._key = "arguments" if self._hermes else "parameters"
+        self._names = None if self._hermes else names
         """Only an object with one of these names is a call; None: with any."""
-        self._head = re.compile(
-            r'\s*\{\s*"name"\s*:\s*"([a-zA-Z0-9_.-]{1,64})"\s*,\s*'
-            rf'"{self._key}"\s*:\s*(?=\{{)'
-        )
+        # Of llama, an object at the beginning alone.
+        self._lead = re.compile((CALL_BEGIN if self._hermes else r"\A") + r"\s*(?=\{)")
+        name = r"[a-zA-Z0-9_.-]{1,64}" if self._hermes else "|".join(map(re.escape, names))
+        self._head = re.compile(rf'\{{\s*"name"\s*:\s*"({name})"\s*,\s*"{self._key}"\s*:\s*(?=\{{)')
         self._held = ""
         """Text that was not read yet."""
-        self._object: _Object | None = None
-        """The object that is being read, which is a call or may be one."""
-        self._content_only = False
-        """Whether no call can come any more."""
-        self._after_call = False
-        """Whether nothing has come since the last call."""
-        self._end_tag_due = False
-        """Whether the tag at that call's end may still come."""
-        self._calls = 0
+        self._ended = False
+        self._content = ""
+        self._deltas: list[CallDelta] = []
+        self._begun = 0
         """Calls that have begun."""
+        self._reading = self._read()
 
     def push(self, text: str, ended: bool = False) -> tuple[str, list[CallDelta]]:
         """The content and the parts of calls that this adds; `ended`: nothing comes any more."""
         self._held += text
-        content, calls = "", list[CallDelta]()
-        going_on = True
-        while going_on:
-            if self._object is None:
-                said, going_on = self._outside(ended)
-            elif self._object.call is None:
-                said, going_on = self._undecided(self._object, calls, ended)
-            else:
-                said, going_on = "", self._in_call(self._object, self._object.call, calls, ended)
-            content += said
-        return content, [call for call in calls if self._parallel or not call.index]
+        self._ended = ended
+        next(self._reading)
+        content, deltas = self._content, self._deltas
+        self._content, self._deltas = "", []
+        return content, [one for one in deltas if self._parallel or not one.index]
 
-    def _outside(self, ended: bool) -> tuple[str, bool]:
-        """Content, and whether there is more to read."""
-        if self._after_call and not self._past_the_last_call(ended):
-            return "", False
-        held = self._held
-        begin = -1 if self._content_only else held.find(self._tag)
-        if begin < 0:
-            kept = 0 if ended else tail_of(held, (self._tag,))
-            free = held[: len(held) - kept]
-            free = free if ended or not self._tag else free.rstrip()
-            self._held = held[len(free) :]
-            return free, False
-        after = held[begin + len(self._tag) :].lstrip()
-        free = held[:begin].rstrip()
-        if not after and not ended:
-            self._held = held[len(free) :]
-            return free, False
-        if not after.startswith("{"):
-            # No call begins here: without a tag, none ever.
-            self._content_only = not self._tag
-            self._held = after
-            return held[: len(held) - len(after)], True
-        self._object = _Object(lead=held[len(free) : len(held) - len(after)])
-        self._held = after
-        return free, True
+    # Each yield below waits for more text, or for the end.
 
-    def _past_the_last_call(self, ended: bool) -> bool:
-        """Drop what belongs to it; whether something else has come."""
-        self._held = self._held.lstrip(self._between)
-        if self._end_tag_due:
-            if not ended and CALL_END.startswith(self._held):
-                return False
-            self._end_tag_due = False
-            self._held = self._held.removeprefix(CALL_END).lstrip()
-        self._after_call = not self._held
-        return not self._after_call
+    def _read(self) -> Iterator[None]:
+        while (lead := (yield from self._up_to_object())) is not None:
+            if (yield from self._object(lead)):
+                yield from self._past_call()
+            elif not self._hermes:
+                break
+        while True:
+            self._say(len(self._held))
+            yield
 
-    def _undecided(self, one: _Object, calls: list[CallDelta], ended: bool) -> tuple[str, bool]:
-        """Of an object that may be a call: content, and whether there is more to read."""
-        text = one.text + self._held
-        if (head := self._head.match(text)) and self._is_offered(head[1]):
-            self._object = _Object(one.lead, depth=1, call=self._begin(head[1], calls))
-            self._held = text[head.end() :]
-            return "", True
-        length = one.read(self._held, depth=0)
-        if length is None and not ended:
-            one.text, self._held = text, ""
-            return "", False
-        length = len(text) if length is None else len(one.text) + length
-        self._object, self._held = None, text[length:]
-        found = _call_of(text[:length], self._key)
-        if found is None or not self._is_offered(found[0]):
-            self._content_only = not self._tag
-            return one.lead + text[:length], True
-        call = self._begin(found[0], calls)
-        self._end(call, found[1], found[1], calls)
-        self._after_call, self._end_tag_due = True, self._hermes
-        return "", True
+    def _up_to_object(self) -> Generator[None, None, str | None]:
+        """Reads the content before an object that may be a call. Returns what stands between them;
+        None where no call can come any more."""
+        while (lead := self._lead.search(self._held)) is None:
+            bare = self._held.rstrip()
+            if self._ended or (bare and not self._hermes):
+                return None
+            self._say(len(bare[: len(bare) - tail_of(bare, (CALL_BEGIN + "{",))].rstrip()))
+            yield
+        content = self._held[: lead.start()].rstrip()
+        between = self._held[len(content) : lead.end()]
+        self._say(len(content))
+        self._held = self._held[len(between) :]
+        return between
 
-    def _in_call(self, one: _Object, call: ToolCall, calls: list[CallDelta], ended: bool) -> bool:
-        """Its arguments, and what else is in its object; whether there is more to read."""
-        if not one.read_arguments:
-            length = one.read(self._held, depth=1)
-            piece = self._held[:length]
-            one.text += piece
-            self._held = self._held[len(piece) :]
-            one.read_arguments = length is not None or ended
-            if one.read_arguments:
-                self._end(call, piece, one.text, calls)
-            elif piece:
-                calls.append(CallDelta(self._calls - 1, arguments=piece))
-        if not one.read_arguments:
+    def _object(self, lead: str) -> Generator[None, None, bool]:
+        """Whether it is a call; else it is content, and so is the `lead` before it."""
+        scan, text = _Scan(), ""
+        while True:
+            new, self._held = self._held, ""
+            text += new
+            if head := self._head.match(text):
+                self._held = text[head.end() :]
+                yield from self._arguments(head[1])
+                return True
+            size = scan.end(new, depth=0)
+            if size is not None or self._ended:
+                break
+            yield
+        if size is not None:
+            text, self._held = text[: len(text) - len(new) + size], new[size:]
+        found = _call_of(text, self._key)
+        if found is None or (self._names is not None and found[0] not in self._names):
+            self._content += lead + text
             return False
-        length = one.read(self._held, depth=0)
-        self._held = "" if length is None else self._held[length:]
-        if length is None and not ended:
-            return False
-        self._object = None
-        self._after_call, self._end_tag_due = True, self._hermes
+        name, arguments = found
+        self._end(self._begin(name), arguments, arguments)
         return True
 
-    def _is_offered(self, name: str) -> bool:
-        return self._names is None or name in self._names
+    def _arguments(self, name: str) -> Iterator[None]:
+        """Those of a call, as they come, and what else is in its object."""
+        call, scan, arguments = self._begin(name), _Scan(depth=1), ""
+        while True:
+            size = scan.end(self._held, depth=1)
+            piece = self._held[:size]
+            self._held = self._held[len(piece) :]
+            arguments += piece
+            if size is not None or self._ended:
+                break
+            if piece:
+                self._deltas.append(CallDelta(self._begun - 1, arguments=piece))
+            yield
+        self._end(call, piece, arguments)
+        while (size := scan.end(self._held, depth=0)) is None:
+            self._held = ""
+            if self._ended:
+                return
+            yield
+        self._held = self._held[size:]
 
-    def _begin(self, name: str, calls: list[CallDelta]) -> ToolCall:
+    def _past_call(self) -> Iterator[None]:
+        """Drops what belongs to it, up to what comes next."""
+        tag_due = self._hermes
+        while True:
+            self._held = self._held.lstrip(None if self._hermes else "; \n")
+            if tag_due and (self._ended or not CALL_END.startswith(self._held)):
+                tag_due = False
+                self._held = self._held.removeprefix(CALL_END).lstrip()
+            if self._ended or (self._held and not tag_due):
+                return
+            yield
+
+    def _say(self, size: int) -> None:
+        """So many characters of the held text are content."""
+        self._content += self._held[:size]
+        self._held = self._held[size:]
+
+    def _begin(self, name: str) -> ToolCall:
         call = ToolCall(name, "")
-        calls.append(CallDelta(self._calls, call.name, call.id))
-        self._calls += 1
+        self._deltas.append(CallDelta(self._begun, call.name, call.id))
+        self._begun += 1
         return call
 
-    def _end(self, call: ToolCall, piece: str, arguments: str, calls: list[CallDelta]) -> None:
+    def _end(self, call: ToolCall, piece: str, arguments: str) -> None:
         """`piece`: the last of its arguments."""
         whole = ToolCall(call.name, arguments, call.id)
-        calls.append(CallDelta(self._calls - 1, arguments=piece, whole=whole))
+        self._deltas.append(CallDelta(self._begun - 1, arguments=piece, whole=whole))
 
 
 @dataclass(slots=True)
-class _Object:
-    """A JSON object that comes in pieces."""
+class _Scan:
+    """Looks for the end of a JSON object that comes in pieces."""
 
-    lead: str
-    """What stands before it, dropped with a call."""
     depth: int = 0
     """Of the objects around the next character."""
-    call: ToolCall | None = None
-    """The call that it is; None: not known yet."""
-    text: str = ""
-    """So far; of a call the arguments."""
-    read_arguments: bool = False
-    """Whether those of a call have ended."""
     _quoted: bool = False
     _escaped: bool = False
 
-    def read(self, text: str, depth: int) -> int | None:
+    def end(self, text: str, depth: int) -> int | None:
         """The length of the text up to the brace that goes back to this depth; None: it is not
         there. An object that is broken off ends before the tag or the semicolon behind it.
         """

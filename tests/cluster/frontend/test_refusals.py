@@ -102,7 +102,7 @@ COMPLETIONS: Rows = [
     ({"prompt": []}, f"prompt: {A_PROMPT} []"),
     ({"prompt": [1, "x"]}, f"prompt: {A_PROMPT} [1, 'x']"),
     ({"prompt": [True]}, f"prompt: {A_PROMPT}"),
-    ({"prompt": [[99999]]}, "prompt: "),
+    ({"prompt": [[5], [99999]]}, "prompt: "),
     ({"prompt": ["x"] * 129}, "prompt: 129 sequences asked for, at most 128 allowed"),
     ({"prompt": None}, "prompt: must be given"),
     ({"max_tokens": 0}, "max_tokens: must be at least 1, is 0"),

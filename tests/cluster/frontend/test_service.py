@@ -1,25 +1,53 @@
 """Proves: the sequences of one call are those of as many single calls, with the seeds that the call
-documents, and are admitted, charged, refused and cancelled together.
+documents, and are admitted, charged, refused and cancelled together; each end of a call is told,
+counted and continued for what it was.
+
+The frontend talks to a pool in the same event loop. Where an end must come at a certain token,
+there is no replica, and the test says what the pool would have said.
 """
 
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections import defaultdict
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from grpc import StatusCode
 
+from cluster.config import AuthConfig
 from cluster.config_sources import from_args
 from cluster.frontend.admission.control import Caller
 from cluster.frontend.admission.keys import add
 from cluster.frontend.calls import Delta, GenerateCall, TextPrompt, TokenPrompt
+from cluster.frontend.grpc_api.api import GrpcApi
 from cluster.frontend.service import FrontendService
-from cluster.frontend.status_codes import Refused
-from scheduler.messages import FinishReason
-from tests.cluster.frontend.rig import CONFIG, PROMPT, PROMPT_IDS, frontend, unfinished
+from cluster.frontend.status_codes import CODES, Refusal, Refused, refusal_of_finish
+from cluster.frontend.text import TextStream
+from cluster.pool.in_flight import InFlightRequest
+from protos import lockstep_pb2 as pb
+from scheduler.messages import Finish, FinishReason, Reject, RejectCode
+from tests.cluster.fakes import tokenizer
+from tests.cluster.frontend.rig import (
+    CONFIG,
+    PROMPT,
+    PROMPT_IDS,
+    Context,
+    asked,
+    brings,
+    ends,
+    frontend,
+    pool_of,
+    session_of,
+    stream,
+    text_of,
+    unfinished,
+)
+from tests.cluster.scripted import joined
 from tests.cluster.wire import until
 
 HERE = Caller(address="127.0.0.1")
@@ -121,11 +149,144 @@ async def test_one_sequence_that_is_not_served_in_full_ends_the_call() -> None:
         await until(lambda: not unfinished(service))
 
 
-async def test_one_sequence_that_is_wrong_submits_none() -> None:
+# --------------------------------------------------------------------------- ends
+
+
+ANSWER = "a \U0001f98a says END or ENDE"
+TOKENS = tokenizer().encode(ANSWER).ids
+UNENDED = [FinishReason.DEADLINE, FinishReason.FAILED, FinishReason.CANCELLED]
+
+
+async def streamed(
+    made: GrpcApi, request: pb.GenerateRequest, tokens: list[int], reason: FinishReason
+) -> tuple[str, list[int], Context]:
+    """Text and tokens of a stream that the pool gives these tokens and this end."""
+    context = Context()
+    call = asyncio.ensure_future(stream(made, request, context))
+    live = await asked(made)
+    brings(made, live, tokens)
+    ends(made, live, reason)
+    chunks = await call
+    assert chunks[-1].HasField("end")
+    return *joined(chunks), context
+
+
+@pytest.mark.parametrize("reason", UNENDED)
+@pytest.mark.parametrize(
+    "stops", [[], ["ENDLESS"], ["ENDE"], ["\U0001f98a!"]], ids=["none", "never", "last", "fox"]
+)
+async def test_what_was_cut_and_continued_is_what_was_never_cut(
+    stops: list[str], reason: FinishReason
+) -> None:
     async with frontend(replicas=0) as made:
-        call = replace(CALL, prompts=(TextPrompt(PROMPT), TokenPrompt([9999])))
-        with pytest.raises(Refused) as refused:
-            await answers(made.service, call)
-        assert refused.value.refusal.code is StatusCode.INVALID_ARGUMENT
-        assert refused.value.refusal.field == "prompt"
-        assert unfinished(made.service) == 0
+        request = pb.GenerateRequest(prompt=PROMPT, max_new_tokens=len(TOKENS), stop=stops)
+        whole, tokens, _ = await streamed(made, request, TOKENS, FinishReason.LENGTH)
+        assert whole == (ANSWER[:-4] if stops == ["ENDE"] else ANSWER)
+        for cut in range(1, len(tokens)):
+            first, taken, context = await streamed(made, request, TOKENS[:cut], reason)
+            assert context.code not in (None, StatusCode.OK)
+            assert taken == TOKENS[:cut]
+            assert whole.startswith(first)
+            again = pb.GenerateRequest()
+            again.CopyFrom(request)
+            again.committed_token_ids.extend(taken)
+            rest, more, _ = await streamed(made, again, TOKENS[cut:], FinishReason.LENGTH)
+            assert (first + rest, taken + more) == (whole, tokens)
+
+
+# --------------------------------------------------------------------------- what is counted
+
+End = Callable[[GrpcApi, InFlightRequest, asyncio.Task[Any]], object]
+
+
+def finished(reason: FinishReason) -> End:
+    return lambda made, live, _call: ends(made, live, reason)
+
+
+def refused(code: RejectCode) -> End:
+    return lambda made, live, _call: pool_of(made).say(Reject(live.pool_id, code, "prompt", "no"))
+
+
+ENDS: list[tuple[End, str]] = [
+    (finished(FinishReason.STOP), "OK"),
+    (finished(FinishReason.LENGTH), "OK"),
+    (finished(FinishReason.DEADLINE), "DEADLINE_EXCEEDED"),
+    (finished(FinishReason.FAILED), "INTERNAL"),
+    *((refused(code), CODES[code].name) for code in RejectCode),
+    (lambda made, _live, _call: session_of(made).cut_off(), "UNAVAILABLE"),
+    # The pool knows it as what the frontend has cancelled.
+    (lambda made, live, _call: brings(made, live, TOKENS), "OK"),
+    (lambda _made, _live, call: call.cancel(), "CANCELLED"),
+]
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+@pytest.mark.parametrize(("end", "status"), ENDS)
+async def test_an_end_counts_with_the_status_that_the_client_got(
+    end: End, status: str, streaming: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And makes place for another call of the same key."""
+    monkeypatch.setattr("cluster.frontend.answer._USAGE_WAIT_S", 100.0)
+    counted: list[str] = []
+
+    def sink(name: str, _value: float, tags: Mapping[str, str]) -> None:
+        if name == "lockstep_request_seconds":
+            counted.append(tags["status"])
+
+    key = f"Bearer {add(tmp_path / 'keys.yaml', 'alice', requests_max=1)}"
+    auth = AuthConfig(keys_file=str(tmp_path / "keys.yaml"))
+    config = CONFIG.model_copy(update={"auth": auth})
+    async with frontend(replicas=0, sink=sink, config=config) as made:
+        context, too_many = Context(key), Context(key)
+        request = pb.GenerateRequest(prompt=PROMPT, max_new_tokens=len(TOKENS), stop=["says"])
+        asking = stream(made, request, context) if streaming else made.Generate(request, context)
+        call = asyncio.ensure_future(asking)
+        live = await asked(made)
+        await made.Generate(request, too_many)
+        assert too_many.code is StatusCode.RESOURCE_EXHAUSTED
+        assert int(too_many.trailing["retry-after"]) >= 1
+        end(made, live, call)
+        await asyncio.gather(call, return_exceptions=True)
+        assert counted == [status]
+        if call.cancelled():
+            assert status == "CANCELLED"
+        else:
+            assert (context.code or StatusCode.OK).name == status
+        await until(lambda: not unfinished(made.service))
+        another = asyncio.ensure_future(made.Generate(request, Context(key)))
+        await asked(made)
+        another.cancel()
+        await asyncio.gather(another, return_exceptions=True)
+
+
+@pytest.mark.parametrize("reason", UNENDED)
+def test_an_end_is_told_by_the_clients_name_for_its_request(reason: FinishReason) -> None:
+    for request_id, of in (("mine", "request mine: "), ("", "")):
+        told = refusal_of_finish(Finish("pool-1", reason, message="no"), request_id)
+        assert told == Refusal(CODES[reason], f"{of}no")
+        unsaid = refusal_of_finish(Finish("pool-1", reason), request_id)
+        assert len(unsaid.message) > len(of)
+        assert "pool-1" not in unsaid.message
+
+
+# --------------------------------------------------------------------------- others' turns
+
+
+async def test_many_tokens_become_text_beside_the_event_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tokens = (tokenizer().encode("so it goes, ").ids * 100)[:300]
+    threads: list[threading.Thread] = []
+    push = TextStream.push
+
+    def noted(self: TextStream, part: list[int]) -> object:
+        threads.append(threading.current_thread())
+        return push(self, part)
+
+    monkeypatch.setattr(TextStream, "push", noted)
+    async with frontend(replicas=0) as made:
+        request = pb.GenerateRequest(prompt=PROMPT, max_new_tokens=400)
+        text, _, _ = await streamed(made, request, tokens, FinishReason.LENGTH)
+    assert text == text_of(tokens)
+    assert len(threads) == 1
+    assert threads[0] is not threading.main_thread()

@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from cluster.config_sources import from_args
-from cluster.frontend.grpc_api.status import to_status
+from cluster.frontend.grpc_api.messages import to_status
 from cluster.pool import shard_router
 from cluster.pool.protocol import PoolUnreachable, PoolView
 from scheduler.errors import InvalidRequest

@@ -12,8 +12,8 @@ from grpc import StatusCode
 from grpc_health.v1 import health_pb2
 
 from cluster.config_sources import from_args
-from cluster.frontend.grpc_api.handlers import LOCKSTEP, Unparsed
-from cluster.frontend.grpc_api.status import to_status
+from cluster.frontend.grpc_api.handlers import LOCKSTEP
+from cluster.frontend.grpc_api.messages import to_status
 from cluster.frontend.status_codes import CODES, MEANINGS
 from cluster.pool.protocol import PoolView
 from protos import lockstep_pb2 as pb
@@ -33,20 +33,21 @@ from tests.cluster.frontend.rig import (
     text_of,
     unfinished,
 )
+from tests.cluster.scripted import joined
 from tests.cluster.wire import until
 
 
 async def test_unary_and_stream_give_the_same_answer() -> None:
-    async with frontend() as made:
+    async with frontend(step_s=0.002) as made:
         request = pb.GenerateRequest(prompt=PROMPT, max_new_tokens=50, request_id="mine")
         answer = await made.Generate(request, Context())
         chunks = await stream(made, request, Context())
         expected = perfect(PROMPT_IDS, 50)
         assert list(answer.token_ids) == expected
         assert answer.text == text_of(expected)
-        assert "".join(chunk.text for chunk in chunks) == answer.text
-        assert [token for chunk in chunks for token in chunk.token_ids] == expected
+        assert joined(chunks) == (answer.text, expected)
         assert answer.request_id == chunks[0].request_id == "mine"
+        assert all(chunk.token_ids for chunk in chunks), "the last ones come with the end"
         assert [chunk.HasField("end") for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
         for end in (answer.end, chunks[-1].end):
             assert end.finish_reason == pb.FINISH_REASON_LENGTH
@@ -58,27 +59,24 @@ async def test_unary_and_stream_give_the_same_answer() -> None:
             assert not end.HasField("seed")
 
 
-async def test_a_stop_string_ends_text_and_tokens_at_the_same_place_always(
+async def test_an_end_by_a_stop_string_has_the_figures_of_the_pool(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # The figures come with the pool's answer to the cancel, which is waited for no longer.
+    # They come with the pool's answer to the cancel, which is waited for no longer.
     monkeypatch.setattr("cluster.frontend.answer._USAGE_WAIT_S", 100.0)
     async with frontend(step_s=0.002) as made:
         whole = perfect(PROMPT_IDS, 60)
-        text = text_of(whole)
-        stop = text[20:23]
+        stop = text_of(whole)[20:23]
         request = pb.GenerateRequest(prompt=PROMPT, max_new_tokens=60, stop=["never!", stop])
         answer = await made.Generate(request, Context())
         chunks = await stream(made, request, Context())
-        assert answer.text == text[: text.index(stop)]
-        assert "".join(chunk.text for chunk in chunks) == answer.text
-        tokens = [token for chunk in chunks for token in chunk.token_ids]
-        assert tokens == list(answer.token_ids) == whole[: len(tokens)]
+        tokens = list(answer.token_ids)
+        assert joined(chunks) == (answer.text, tokens)
+        assert answer.text == text_of(whole).partition(stop)[0]
         assert stop in text_of(tokens)
         assert stop not in text_of(tokens[:-1])
         for end in (answer.end, chunks[-1].end):
-            assert end.finish_reason == pb.FINISH_REASON_STOP
-            assert end.stop == stop
+            assert (end.finish_reason, end.stop) == (pb.FINISH_REASON_STOP, stop)
             assert end.usage.completion_tokens == len(tokens)
             assert end.speculation.steps > 0
         await until(lambda: not unfinished(made.service))
@@ -96,15 +94,6 @@ async def test_a_sampled_request_without_seed_is_told_the_one_drawn() -> None:
         assert (await made.Generate(request, Context())).end.seed == 7
 
 
-@pytest.mark.parametrize("count", [1, 40])
-async def test_the_last_tokens_come_with_the_end(count: int) -> None:
-    async with frontend(step_s=0.002) as made:
-        request = pb.GenerateRequest(prompt=PROMPT, max_new_tokens=count, ignore_eos=True)
-        chunks = await stream(made, request, Context())
-        assert all(chunk.token_ids for chunk in chunks)
-        assert chunks[-1].HasField("end")
-
-
 async def test_overload_says_when_to_come_back() -> None:
     config = from_args({"frontend": {"requests_max": 1}})
     async with frontend(step_s=0.02, config=config) as made:
@@ -117,21 +106,6 @@ async def test_overload_says_when_to_come_back() -> None:
             assert int(context.trailing["retry-after"]) >= 1
         first.cancel()
         await asyncio.gather(first, return_exceptions=True)
-
-
-async def test_bytes_that_are_no_message_are_refused_as_such() -> None:
-    async with frontend() as made:
-        calls = [
-            lambda context: made.Generate(Unparsed(7), context),
-            lambda context: anext(made.GenerateStream(Unparsed(7), context)),
-            lambda context: made.Status(Unparsed(7), context),
-            lambda context: made.Check(Unparsed(7), context),
-        ]
-        for call in calls:
-            context = Context()
-            await call(context)
-            assert context.code is StatusCode.INVALID_ARGUMENT
-            assert context.details.startswith("request: ")
 
 
 async def test_health_knows_the_service_and_whether_a_replica_is_ready() -> None:

@@ -108,7 +108,7 @@ async def test_a_long_body_is_parsed_beside_the_event_loop(monkeypatch: pytest.M
         threads.append(threading.current_thread())
         return parsed_json(text)
 
-    monkeypatch.setattr("cluster.frontend.http_api.body.parsed_json", parsed)
+    monkeypatch.setattr("cluster.frontend.http_api.edge.parsed_json", parsed)
     async with http_frontend() as app:
         bodies = [
             asking(committed_token_ids=[5] * ids, max_tokens=1) for ids in (5, 20_000, 20_000)
@@ -121,7 +121,7 @@ async def test_a_long_body_is_parsed_beside_the_event_loop(monkeypatch: pytest.M
 
 
 async def test_a_body_without_an_end_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cluster.frontend.http_api.body._BODY_S", 0.1)
+    monkeypatch.setattr("cluster.frontend.http_api.edge._BODY_S", 0.1)
     async with http_frontend() as app:
         assert (await http(app, b"{", ends=False)).status == 400
 

@@ -27,9 +27,11 @@ from tests.cluster.frontend.http_rig import (
     events,
     http,
     messages,
+    numbered,
     post,
     served,
     served_tiny,
+    together,
 )
 from tests.cluster.frontend.rig import PROMPT, Context, pool_of, unfinished
 from tests.cluster.wire import until
@@ -48,30 +50,21 @@ async def test_an_answer_is_the_one_of_the_grpc_api(chat: bool) -> None:
         plain = await made.Generate(asked, Context())
         path = "chat/completions" if chat else "completions"
         whole = (await post(app, path, **fields)).json
+        assert whole["object"] == ("chat.completion" if chat else "text_completion")
         [choice] = whole["choices"]
-        text = choice["message"]["content"] if chat else choice["text"]
-        assert text == plain.text
+        said = {"role": "assistant", "content": plain.text}
+        assert choice["message" if chat else "text"] == (said if chat else plain.text)
         assert choice["finish_reason"] == "length"
-        usage = whole["usage"]
-        assert usage["prompt_tokens"] == plain.end.usage.prompt_tokens
-        assert usage["completion_tokens"] == 30
-        assert usage["total_tokens"] == usage["prompt_tokens"] + 30
+        prompt, usage = plain.end.usage.prompt_tokens, whole["usage"]
+        counted = [usage[f"{name}_tokens"] for name in ("prompt", "completion", "total")]
+        assert counted == [prompt, 30, prompt + 30]
         options = {"include_usage": True}
         answer = await post(app, path, **fields, stream=True, stream_options=options)
-        *chunks, last = events(answer)
-        assert (last["choices"], last["usage"]["completion_tokens"]) == ([], 30)
-        assert all(chunk["usage"] is None for chunk in chunks)
-        assert {chunk["id"] for chunk in chunks} == {last["id"]}
-        [*choices] = [chunk["choices"][0] for chunk in chunks]
-        said = [one["delta"].get("content", "") if chat else one["text"] for one in choices]
-        assert "".join(said) == plain.text
-        reasons = [one["finish_reason"] for one in choices]
-        assert reasons == [None] * (len(reasons) - 1) + ["length"]
-        if chat:
-            roles = [one["delta"].get("role") for one in choices]
-            assert roles == ["assistant"] + [None] * (len(roles) - 1)
-            assert whole["object"] == "chat.completion"
-            assert choice["message"]["role"] == "assistant"
+        streamed = together(numbered(answer))
+        [one] = streamed["choices"].values()
+        assert (one["text"], one["roles"], one["reasons"]) == (plain.text, int(chat), ["length"])
+        assert streamed["usages"] == [30]
+        assert all(chunk["usage"] is None for chunk in events(answer)[:-1])
 
 
 async def test_the_model_is_listed_and_no_other_is_served() -> None:

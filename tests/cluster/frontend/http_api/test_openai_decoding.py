@@ -1,14 +1,15 @@
 """Proves, with the tiny pair behind both edges: gRPC and OpenAI's API have the same fields and give
 the same tokens for them; log-probabilities, of the answer and of an echoed prompt, are those of
-transformers; a structured answer is what was asked for.
+transformers. An answer repeats its prompt, also with stop strings, several prompts and choices, and
+tells of it without any new token; text, tokens and their offsets agree where special tokens stand
+in the prompt or in the answer.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import re
-from functools import cache
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from fastapi import FastAPI
 from google.protobuf.descriptor import Descriptor
 from google.protobuf.json_format import ParseDict
 from pydantic import BaseModel
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM
 
 from cluster.client.retry import Continuation
 from cluster.frontend.http_api.openai_fields import Message
@@ -25,8 +26,19 @@ from cluster.frontend.http_api.openai_models import ChatRequest, CompletionReque
 from cluster.frontend.tools.use import CalledFunction, CallTurn, Function
 from protos import lockstep_pb2 as pb
 from replicas.demo import TARGET_DIR
-from tests.cluster.frontend.http_rig import events, post, served_tiny, tiny_text
-from tests.cluster.frontend.rig import Context, stream
+from tests.cluster.frontend.http_rig import (
+    TEXT,
+    beginning,
+    events,
+    http_frontend,
+    numbered,
+    post,
+    served,
+    served_tiny,
+    tiny_text,
+    together,
+)
+from tests.cluster.frontend.rig import PROMPT as WORDS, PROMPT_IDS as WORD_IDS, Context, stream
 from tests.cluster.scripted import joined
 
 PROMPT = "def add(a, b):\n"
@@ -39,16 +51,6 @@ SCHEMA = {
     "required": ["name", "size"],
     "additionalProperties": False,
 }
-
-
-@cache
-def model() -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(TARGET_DIR).eval()
-
-
-def log_softmax(ids: list[int]) -> torch.Tensor:  # [tokens, vocab]
-    with torch.no_grad():
-        return model()(torch.tensor([ids])).logits[0].log_softmax(-1)
 
 
 async def whole(app: FastAPI, **fields: Any) -> dict[str, Any]:
@@ -105,6 +107,7 @@ def test_both_edges_have_the_fields_of_one_table() -> None:
 
 IDS = {"prompt_token_ids": {"ids": [766, 639, 8]}}
 ALONE = {"structured_outputs": {"json": SCHEMA}}
+JSON = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}
 SAME = [
     ({"repetition_penalty": 1.4}, {}),
     ({"frequency_penalty": 1.0, "presence_penalty": -0.5}, {}),
@@ -117,6 +120,8 @@ SAME = [
     ({"committed_token_ids": [199, 456]}, {}),
     (IDS, {"prompt": IDS["prompt_token_ids"]["ids"]}),
     ({"json_schema": json.dumps(SCHEMA)}, ALONE),
+    ({"json_schema": json.dumps(SCHEMA)}, {"response_format": JSON}),
+    ({"json_schema": '{"type": "object"}'}, {"response_format": {"type": "json_object"}}),
     ({"regex": "[a-z]{3,9}"}, {"structured_outputs": {"regex": "[a-z]{3,9}"}}),
     ({"choice": {"texts": ["yes", "no"]}}, {"structured_outputs": {"choice": ["yes", "no"]}}),
     ({"grammar": 'start: "a" "b"+'}, {"structured_outputs": {"grammar": 'start: "a" "b"+'}}),
@@ -175,21 +180,16 @@ async def test_log_probabilities_are_those_of_transformers_on_both_edges() -> No
         fields = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0, "logprobs": 3}
         said = await whole(app, **fields, echo=True, return_token_ids=True)
         ids = said["prompt_token_ids"] + said["token_ids"]
-        plain = log_softmax(ids)
+        with torch.no_grad():
+            model = AutoModelForCausalLM.from_pretrained(TARGET_DIR).eval()
+            plain = model(torch.tensor([ids])).logits[0].log_softmax(-1)
         told = said["logprobs"]
         assert len(told["tokens"]) == len(ids)
         assert "".join(told["tokens"]) == said["text"]
         assert said["text"].startswith(PROMPT)
         assert told["token_logprobs"][0] is told["top_logprobs"][0] is None
-        for place, (token, logprob, top, offset) in enumerate(
-            zip(
-                told["tokens"],
-                told["token_logprobs"],
-                told["top_logprobs"],
-                told["text_offset"],
-                strict=True,
-            )
-        ):
+        rows = list(zip(*told.values(), strict=True))
+        for place, (token, logprob, top, offset) in enumerate(rows):
             assert said["text"][offset:].startswith(token)
             if place == 0:
                 continue
@@ -208,11 +208,9 @@ async def test_log_probabilities_are_those_of_transformers_on_both_edges() -> No
         seen = [whole_stream.take(chunk) for chunk in chunks]
         assert [one for each in seen if each for one in each.logprobs] == list(answer.logprobs)
         streamed = await post(app, "completions", **fields, stream=True, echo=True)
-        parts = [event["choices"][0] for event in events(streamed)]
-        assert parts[0]["text"].startswith(PROMPT)
-        assert "".join(part["text"] for part in parts) == said["text"]
-        for name, each in told.items():
-            assert [one for part in parts for one in part["logprobs"][name]] == each
+        [parts] = together(numbered(streamed))["choices"].values()
+        assert parts["text"] == said["text"]
+        assert parts["logprobs"] == rows
         count = len(said["prompt_token_ids"])
         of_prompt = {name: each[:count] for name, each in told.items()}
         scored = await whole(app, prompt=PROMPT, max_tokens=0, logprobs=3, echo=True)
@@ -248,36 +246,6 @@ async def test_the_usage_counts_what_of_a_prompt_was_there_already() -> None:
             assert usage["prompt_tokens_details"] == {"cached_tokens": cached}
 
 
-async def test_structured_answers_are_what_was_asked_for() -> None:
-    """Sampled, several at once; those that end within the limit."""
-    async with served_tiny() as (_made, app):
-        fields = {"prompt": "x = ", "max_tokens": 120, "n": 6, "temperature": 1, "seed": 0}
-        shape = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}
-        answers = await asyncio.gather(
-            post(app, "completions", **fields, response_format=shape),
-            post(app, "completions", **fields, structured_outputs={"regex": "[ab]+c"}),
-            post(app, "completions", **fields, structured_outputs={"choice": ["ja", "nein"]}),
-            post(app, "completions", **fields, response_format={"type": "json_object"}),
-        )
-        jsons, matches, choices, objects = (
-            [one["text"] for one in answer.json["choices"] if one["finish_reason"] == "stop"]
-            for answer in answers
-        )
-        assert jsons
-        assert matches
-        assert len(choices) == 6
-        assert objects
-        assert all(isinstance(json.loads(one), dict) for one in objects)
-        for one in jsons:
-            made = json.loads(one)
-            assert list(made) == ["name", "size"]
-            assert len(made["name"]) <= 8
-            assert 0 <= made["size"] <= 99
-            assert one == json.dumps(made, ensure_ascii=False) or "\\" in one
-        assert all(re.fullmatch("[ab]+c", one) for one in matches)
-        assert set(choices) <= {"ja", "nein"}
-
-
 async def test_committed_tokens_that_the_grammar_does_not_allow_are_refused() -> None:
     async with served_tiny() as (_made, app):
         fields = {"prompt": "x = ", "seed": 1, "structured_outputs": {"choice": ["ja", "nein"]}}
@@ -295,3 +263,74 @@ async def test_committed_tokens_may_have_ended_the_answer(told: dict[str, Any]) 
         of_prompt = said.get("prompt_logprobs") or said["logprobs"]["token_logprobs"]
         assert of_prompt == [None] * len(tiny_text().encode(PROMPT))
         assert said["finish_reason"] == "stop"
+
+
+# --------------------------------------------------------------------------- echo
+
+
+BEGIN = "<s>"
+"""That token has the id 0; a text becomes tokens with one before it."""
+
+
+@pytest.mark.parametrize(
+    ("prompt", "echo", "hidden"),
+    [
+        (WORDS, WORDS, 1),
+        (BEGIN + WORDS, BEGIN + WORDS, 1),
+        ([0, *WORD_IDS, 0], BEGIN + WORDS + BEGIN, 0),
+    ],
+)
+async def test_an_echo_has_the_special_tokens_that_were_given(
+    prompt: str | list[int], echo: str, hidden: int
+) -> None:
+    """`hidden`: tokens that are not in the echo."""
+    async with http_frontend(text=replace(TEXT, encoder=beginning())) as app:
+        asked = {"prompt": prompt, "echo": True, "logprobs": 0, "max_tokens": 0}
+        [choice] = (await post(app, "completions", **asked)).json["choices"]
+        assert choice["text"] == echo
+        told = choice["logprobs"]
+        assert "".join(told["tokens"]) == BEGIN * hidden + echo
+        at = 0
+        for token, offset in zip(told["tokens"], told["text_offset"], strict=True):
+            assert offset == at
+            at += len(token) if echo.startswith(token, at) else 0
+        assert at == len(echo)
+
+
+async def test_special_tokens_of_an_answer_take_no_place_in_its_text() -> None:
+    async with served_tiny() as (_made, app):
+        asked: dict[str, Any] = {"prompt": "x = ", "max_tokens": 3, "logprobs": 0}
+        asked |= {"ignore_eos": True, "logit_bias": {str(tiny_text().eos_token_ids[0]): 100}}
+        [choice] = (await post(app, "completions", **asked)).json["choices"]
+        assert (choice["text"], choice["logprobs"]["text_offset"]) == ("", [0, 0, 0])
+
+
+async def test_whole_answers_to_several_prompts_each_repeat_their_own() -> None:
+    fields: dict[str, Any] = {"prompt": [WORDS, WORD_IDS[:1]], "n": 2, "echo": True}
+    fields |= {"max_tokens": 20, "temperature": 1, "seed": 5}
+    async with served() as (_made, app):
+        alone = (await post(app, "completions", **fields | {"echo": False})).json["choices"]
+        answer = (await post(app, "completions", **fields)).json
+        echoed, usage = answer["choices"], answer["usage"]
+        first = TEXT.tokenizer.decode(WORD_IDS[:1])
+        for echo, one, other in zip([WORDS] * 2 + [first] * 2, alone, echoed, strict=True):
+            assert other == one | {"text": echo + one["text"]}
+        assert [choice["index"] for choice in echoed] == [0, 1, 2, 3]
+        assert (usage["prompt_tokens"], usage["completion_tokens"]) == (len(WORD_IDS) + 1, 80)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_stop_string_is_looked_for_behind_the_echo(stream: bool) -> None:
+    fields: dict[str, Any] = {"prompt": WORDS, "max_tokens": 60, "temperature": 0}
+    async with served() as (_made, app):
+        plain = (await post(app, "completions", **fields)).json["choices"][0]["text"]
+        for stop, said in (
+            (plain[20:23], plain[: plain.index(plain[20:23])]),
+            (WORDS, plain),
+            (WORDS[-1:] + plain[:2], plain),
+        ):
+            answer = await post(app, "completions", **fields, echo=True, stop=stop, stream=stream)
+            parts = events(answer) if stream else [answer.json]
+            choices = [part["choices"][0] for part in parts]
+            assert "".join(one["text"] for one in choices) == WORDS + said
+            assert choices[-1]["finish_reason"] == ("length" if said == plain else "stop")

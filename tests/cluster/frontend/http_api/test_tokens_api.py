@@ -17,15 +17,8 @@ from cluster.frontend.structure import Structure
 from cluster.frontend.target_text import TargetText
 from replicas import decoding
 from scheduler.errors import InvalidRequest
-from tests.cluster.fakes import CONTEXT, VOCAB
-from tests.cluster.frontend.http_rig import (
-    HERMES_TEMPLATE,
-    TEXT,
-    beginning,
-    http,
-    http_frontend,
-    post,
-)
+from tests.cluster.fakes import CONTEXT
+from tests.cluster.frontend.http_rig import ENCODER, TEXT, beginning, http, http_frontend, post
 from tests.cluster.frontend.rig import PROMPT, PROMPT_IDS
 
 TURNS = [{"role": "user", "content": "the fox?"}]
@@ -77,6 +70,7 @@ async def test_special_tokens_tools_and_options_of_the_template() -> None:
         ("tokenize", {"prompt": "x" * 41}, "prompt"),
         ("tokenize", {"messages": [{"role": "user", "content": "x" * 41}]}, "messages"),
         ("tokenize", {"messages": []}, "messages"),
+        ("tokenize", {"messages": [{"role": "tool", "content": "x"}]}, "messages"),
         ("tokenize", {"prompt": "x", "model": "other"}, "model"),
         ("detokenize", {"tokens": [5], "model": "other"}, "model"),
         ("detokenize", {"tokens": [99999]}, "tokens"),
@@ -93,26 +87,22 @@ async def test_what_a_call_may_not_ask_is_refused(
         assert (answer.status, answer.error["param"]) == (404 if param == "model" else 400, param)
 
 
+def test_the_tokenizers_own_end_of_text_ends_a_turn() -> None:
+    assert TEXT.end_of_turn_ids == (ENCODER.eos_token_id,)
+    assert replace(TEXT, eos_token_ids=(7, 1)).end_of_turn_ids == (7, 1)
+
+
 # --------------------------------------------------------------------------- names of tokens
 
 
-WORDS = "one two ##s three"
-
-
-def words_alone() -> TargetText:
-    """Its tokens are words and the rest of words, as BERT's."""
-    names = ["[UNK]", "</s>", *WORDS.split()]
-    names += [f"w{number}" for number in range(VOCAB - len(names))]
+def test_tokens_that_llguidance_cannot_read_have_names_and_no_structures() -> None:
+    """They are words and the rest of words, as BERT's."""
+    names = ["[UNK]", "</s>", "one", "two", "##s", "three"]
     vocab = {name: number for number, name in enumerate(names)}
     made = Tokenizer(models.WordPiece(vocab, unk_token="[UNK]"))
     made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     made.decoder = decoders.WordPiece()
-    encoder = PreTrainedTokenizerFast(tokenizer_object=made, chat_template=HERMES_TEMPLATE)
-    return TargetText(made, (1,), CONTEXT, encoder)
-
-
-def test_tokens_that_llguidance_cannot_read_have_names_and_no_structures() -> None:
-    text = words_alone()
+    text = TargetText(made, (1,), CONTEXT, PreTrainedTokenizerFast(tokenizer_object=made))
     tokens = text.encode("one twos three")
     assert [text.token_bytes(token) for token in tokens] == [b" one", b" two", b"s", b" three"]
     with pytest.raises(InvalidRequest, match=r"^regex: llguidance cannot read"):
@@ -121,16 +111,6 @@ def test_tokens_that_llguidance_cannot_read_have_names_and_no_structures() -> No
 
 async def test_no_request_waits_for_the_names(monkeypatch: pytest.MonkeyPatch) -> None:
     made_of: list[object] = []
-
-    class Grammars(decoding.Grammars):
-        def __init__(self, *args: Any) -> None:
-            made_of.append(args)
-            super().__init__(*args)
-
-    monkeypatch.setattr(decoding, "Grammars", Grammars)
-    async with http_frontend() as app:
-        assert len(made_of) == 1
-        fields = {"prompt": PROMPT, "echo": True, "logprobs": 1, "max_tokens": 1}
-        answer = await post(app, "completions", **fields)
-        assert len(answer.json["choices"][0]["logprobs"]["tokens"]) >= len(PROMPT_IDS)
+    monkeypatch.setattr(decoding, "Grammars", lambda *args: made_of.append(args))
+    async with http_frontend(replicas=0):
         assert len(made_of) == 1
