@@ -16,14 +16,8 @@ from rich.progress import Progress
 from cluster.config import ClusterConfig, ConfigError
 from cluster.config_sources import ALIASES, from_args
 from cluster.frontend.admission.control import Caller
-from cluster.frontend.calls import (
-    ChatPrompt,
-    GenerateCall,
-    Prompt,
-    TextPrompt,
-    TokenPrompt,
-    check_call,
-)
+from cluster.frontend.calls import GenerateCall, check_call
+from cluster.frontend.prompts import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from cluster.frontend.requests import drawn_seed, requests_of
 from cluster.frontend.structure import Structure
 from cluster.frontend.target_text import TargetText

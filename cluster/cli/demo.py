@@ -22,7 +22,7 @@ from rich.text import Text
 from cluster.cli.terminal import Terminal
 from cluster.client import AsyncClient
 from cluster.config import ClusterConfig
-from cluster.frontend.calls import ChatPrompt
+from cluster.frontend.prompts import ChatPrompt
 from protos import lockstep_pb2 as pb
 from replicas.models.names import TINY
 from scheduler.messages import Request

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field as field_of
-from typing import Any, ClassVar
 
 from cluster.config import ClusterConfig
 from cluster.frontend.admission.control import Caller
+from cluster.frontend.prompts import ChatPrompt, Prompt, TokenPrompt
 from cluster.frontend.status_codes import Refusal
 from cluster.frontend.structure import Structure
 from cluster.frontend.tools import CallDelta, ToolUse
@@ -25,60 +25,6 @@ STRINGS_MAX, STRING_CHARS_MAX = 16, 256
 """Stop strings of a call, and so many bad words; characters of each."""
 NAME_CHARS_MAX = 128
 """Characters of a request id and of a cache salt."""
-
-
-@dataclass(frozen=True, slots=True)
-class TextPrompt:
-    field: ClassVar = "prompt"
-    text: str
-    special_tokens: bool = True
-    """Whether those that the target expects around a text are added, such as BOS."""
-
-    @property
-    def size(self) -> int:
-        """Bytes in UTF-8."""
-        return len(self.text.encode())
-
-
-@dataclass(frozen=True, slots=True)
-class TokenPrompt:
-    field: ClassVar = "prompt_token_ids"
-    ids: Sequence[int]
-
-    @property
-    def size(self) -> int:
-        return len(self.ids)
-
-
-@dataclass(frozen=True, slots=True)
-class ChatPrompt:
-    field: ClassVar = "messages"
-    messages: Sequence[Mapping[str, Any]]
-    """Each with `role` and `content`, and what else the template knows."""
-    tools: Sequence[Mapping[str, Any]] = ()
-    """Functions that the template is told of."""
-    options: Mapping[str, Any] = field_of(default_factory=dict)
-    """What else the template is told, by name."""
-
-    @classmethod
-    def of(
-        cls, turns: Sequence[Mapping[str, Any]], tools: ToolUse | None, options: Mapping[str, Any]
-    ) -> ChatPrompt:
-        """`tools`: those that the target may use, if any."""
-        return cls(turns, () if tools is None else tools.for_template, options)
-
-    @property
-    def size(self) -> int:
-        """Bytes in UTF-8."""
-        said = sum(len(str(part).encode("utf-8", "replace")) for part in self.tools)
-        return said + sum(
-            len(str(value).encode("utf-8", "replace"))
-            for turn in self.messages
-            for value in turn.values()
-        )
-
-
-Prompt = TextPrompt | TokenPrompt | ChatPrompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

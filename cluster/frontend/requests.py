@@ -6,7 +6,8 @@ import secrets
 from dataclasses import replace
 
 from cluster.config import ClusterConfig
-from cluster.frontend.calls import ChatPrompt, GenerateCall
+from cluster.frontend.calls import GenerateCall
+from cluster.frontend.prompts import ChatPrompt
 from cluster.frontend.target_text import TargetText
 from scheduler.decoding import Decoding
 from scheduler.messages import Priority, Request, SamplingParams

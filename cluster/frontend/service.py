@@ -17,7 +17,8 @@ from grpc import StatusCode
 from cluster.config import ClusterConfig
 from cluster.frontend.admission.control import AdmissionControl, Admitted, Caller
 from cluster.frontend.answer import Answer
-from cluster.frontend.calls import GenerateCall, Prompt, call_field, check_call, check_number
+from cluster.frontend.calls import GenerateCall, call_field, check_call, check_number
+from cluster.frontend.prompts import Prompt
 from cluster.frontend.requests import drawn_seed, requests_of
 from cluster.frontend.status_codes import Refusal, Refused, refusal_of_error
 from cluster.frontend.target_text import TargetText

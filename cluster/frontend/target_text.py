@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer
 
-from cluster.frontend.calls import ChatPrompt, Prompt, TextPrompt, TokenPrompt
+from cluster.frontend.prompts import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from cluster.frontend.structure import Structure
 from replicas.config import ReplicaConfig
 from scheduler.errors import InvalidRequest

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.frontend.calls import ChatPrompt
+from cluster.frontend.prompts import ChatPrompt
 from cluster.frontend.target_text import TargetText
 from cluster.verify import verify
 from replicas.config import ReplicaConfig

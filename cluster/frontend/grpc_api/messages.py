@@ -10,15 +10,8 @@ from google.protobuf.message import Message
 from pydantic import BaseModel
 
 from cluster.frontend.admission.control import Caller
-from cluster.frontend.calls import (
-    ChatPrompt,
-    Delta,
-    GenerateCall,
-    Prompt,
-    SequenceEnd,
-    TextPrompt,
-    TokenPrompt,
-)
+from cluster.frontend.calls import Delta, GenerateCall, SequenceEnd
+from cluster.frontend.prompts import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from cluster.frontend.structure import Structure
 from cluster.frontend.tools import (
     CallTurn,

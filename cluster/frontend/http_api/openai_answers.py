@@ -12,8 +12,9 @@ from itertools import chain, pairwise, zip_longest
 from typing import Any, NamedTuple
 
 from cluster.frontend.answer import Answer, AnswerSequence
-from cluster.frontend.calls import Delta, GenerateCall, SequenceEnd, TextPrompt
+from cluster.frontend.calls import Delta, GenerateCall, SequenceEnd
 from cluster.frontend.http_api.openai_models import AnyRequest, ChatRequest
+from cluster.frontend.prompts import TextPrompt
 from cluster.frontend.target_text import TargetText
 from cluster.frontend.text import special_ids
 from cluster.frontend.tools import CallDelta, ToolCall

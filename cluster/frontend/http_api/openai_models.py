@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal, Self
 from pydantic import BaseModel, field_validator, model_validator
 
 from cluster.frontend.admission.control import Caller
-from cluster.frontend.calls import ChatPrompt, GenerateCall, Prompt, TextPrompt, TokenPrompt
+from cluster.frontend.calls import GenerateCall
 from cluster.frontend.http_api.openai_fields import (
     Message,
     ResponseFormat,
@@ -18,6 +18,7 @@ from cluster.frontend.http_api.openai_fields import (
     StructuredOutputs,
     without_nulls,
 )
+from cluster.frontend.prompts import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from cluster.frontend.status_codes import Refusal
 from cluster.frontend.structure import Structure
 from cluster.frontend.tools import Tool, ToolChoice, ToolUse

@@ -11,9 +11,10 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from pydantic import model_validator
 
-from cluster.frontend.calls import ChatPrompt, TextPrompt, check_prompt
+from cluster.frontend.calls import check_prompt
 from cluster.frontend.http_api.edge import check_model, checked_caller, read_body
 from cluster.frontend.http_api.openai_fields import Message, without_nulls
+from cluster.frontend.prompts import ChatPrompt, TextPrompt
 from cluster.frontend.service import FrontendService
 from cluster.frontend.target_text import TargetText
 from cluster.frontend.tools import Tool, ToolUse, tool_format

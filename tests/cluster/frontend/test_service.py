@@ -23,8 +23,9 @@ from cluster.config import AuthConfig
 from cluster.config_sources import from_args
 from cluster.frontend.admission.control import Caller
 from cluster.frontend.admission.keys import add
-from cluster.frontend.calls import Delta, GenerateCall, TextPrompt, TokenPrompt
+from cluster.frontend.calls import Delta, GenerateCall
 from cluster.frontend.grpc_api.api import GrpcApi
+from cluster.frontend.prompts import TextPrompt, TokenPrompt
 from cluster.frontend.service import FrontendService
 from cluster.frontend.status_codes import CODES, Refusal, Refused, refusal_of_finish
 from cluster.frontend.text import TextStream

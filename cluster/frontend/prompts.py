@@ -1,0 +1,64 @@
+"""The kinds of prompts, before the target's tokenizer makes tokens of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field as field_of
+from typing import TYPE_CHECKING, Any, ClassVar
+
+if TYPE_CHECKING:
+    from cluster.frontend.tools import ToolUse
+
+
+@dataclass(frozen=True, slots=True)
+class TextPrompt:
+    field: ClassVar = "prompt"
+    text: str
+    special_tokens: bool = True
+    """Whether those that the target expects around a text are added, such as BOS."""
+
+    @property
+    def size(self) -> int:
+        """Bytes in UTF-8."""
+        return len(self.text.encode())
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPrompt:
+    field: ClassVar = "prompt_token_ids"
+    ids: Sequence[int]
+
+    @property
+    def size(self) -> int:
+        return len(self.ids)
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    field: ClassVar = "messages"
+    messages: Sequence[Mapping[str, Any]]
+    """Each with `role` and `content`, and what else the template knows."""
+    tools: Sequence[Mapping[str, Any]] = ()
+    """Functions that the template is told of."""
+    options: Mapping[str, Any] = field_of(default_factory=dict)
+    """What else the template is told, by name."""
+
+    @classmethod
+    def of(
+        cls, turns: Sequence[Mapping[str, Any]], tools: ToolUse | None, options: Mapping[str, Any]
+    ) -> ChatPrompt:
+        """`tools`: those that the target may use, if any."""
+        return cls(turns, () if tools is None else tools.for_template, options)
+
+    @property
+    def size(self) -> int:
+        """Bytes in UTF-8."""
+        said = sum(len(str(part).encode("utf-8", "replace")) for part in self.tools)
+        return said + sum(
+            len(str(value).encode("utf-8", "replace"))
+            for turn in self.messages
+            for value in turn.values()
+        )
+
+
+Prompt = TextPrompt | TokenPrompt | ChatPrompt
