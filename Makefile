@@ -40,29 +40,30 @@ PYTEST = @mkdir -p $(LOGS); timeout --foreground -k 30 30m $(BIN)/python -m pyte
 	code=$$?; cat $(LOGS)/$@; [ $$code -lt 124 ] || echo "$@: killed, or not done within 30 minutes"; exit $$code
 TOGETHER := $(MAKE) --no-print-directory -kj2 $(if $(filter output-sync,$(.FEATURES)),-Otarget)
 define TESTS
-@rm -rf $(LOGS); failed=0; $(TOGETHER) $(1) || failed=1; \
-grep -h ^SKIPPED $(LOGS)/*; echo "left out: tests marked $(2)"; exit $$failed
+@rm -rf $(LOGS); failed=0; $(TOGETHER) $(1) WITHOUT='$(2)' || failed=1; \
+grep -h ^SKIPPED $(LOGS)/*; echo "left out: tests marked $(3)"; exit $$failed
 endef
+WITHOUT := slow
 FAST := test-steps test-schedules test-cluster test-rest
 
 test: $(SETUP)  ## all tests but the slow ones
-	$(call TESTS,test-kills $(FAST) test-serving,slow (make test-slow))
+	$(call TESTS,test-kills $(FAST) test-serving,slow,slow (make test-slow))
 
-test-fast: $(SETUP)  ## those of them that start no Ray
-	$(call TESTS,$(FAST),ray or slow (make test runs those of Ray, make test-slow the slow ones))
+test-fast: $(SETUP)  ## those of them that start no Ray and take no longer than a few seconds
+	$(call TESTS,$(FAST),slow or long,ray or long (make test runs them) or slow (make test-slow))
 
 test-slow: $(SETUP)  ## the slow ones: a chaos run, and a chat model
 	$(BIN)/python -m pytest -m slow
 
 test-steps test-schedules test-cluster test-rest test-kills test-serving: $(SETUP)
 test-steps:
-	$(call PYTEST,$(STEPS) -m 'not slow')
+	$(call PYTEST,$(STEPS) -m 'not ($(WITHOUT))')
 test-schedules:
-	$(call PYTEST,$(SCHEDULES) -m 'not slow')
+	$(call PYTEST,$(SCHEDULES) -m 'not ($(WITHOUT))')
 test-cluster:
-	$(call PYTEST,tests/cluster -m 'not slow')
+	$(call PYTEST,tests/cluster -m 'not ($(WITHOUT))')
 test-rest:
-	$(call PYTEST,$(addprefix --ignore=,$(STEPS) $(SCHEDULES) tests/cluster) -m 'not ray and not slow')
+	$(call PYTEST,$(addprefix --ignore=,$(STEPS) $(SCHEDULES) tests/cluster) -m 'not (ray or $(WITHOUT))')
 test-kills:
 	$(call PYTEST,$(KILLS) -m 'not slow')
 test-serving:

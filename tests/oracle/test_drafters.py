@@ -29,7 +29,8 @@ from tests.replicas.pool import Failing
 from tests.tiny_pairs import pair_in, target_model, tiny_pair
 
 DRAFTERS = ("none", "model", "suffix", "eagle3", "toy", "never", "half", "always")
-RUNS = ((False, 1, "off"), (False, 8, "off"), (True, 1, "off"), (True, 8, "off"), (True, 8, "on"))
+RUNS = ((False, 8, "off"), (True, 8, "on"))
+LONG_RUNS = ((False, 1, "off"), (True, 1, "off"), (True, 8, "off"))
 TIGHT = 64
 """Blocks: one sequence of full length."""
 
@@ -71,9 +72,14 @@ def world(hot: bool, architecture: str) -> tuple[list[Request], list[list[int]]]
 @pytest.mark.parametrize(
     ("architecture", "drafter", "hot", "rows", "graphs"),
     [
-        *(("llama", drafter, *run) for drafter in DRAFTERS for run in RUNS),
+        *(pytest.param("llama", drafter, *run) for drafter in DRAFTERS for run in RUNS),
         *(
-            (architecture, drafter, False, 8, "off")
+            pytest.param("llama", drafter, *run, marks=pytest.mark.long)
+            for drafter in DRAFTERS
+            for run in LONG_RUNS
+        ),
+        *(
+            pytest.param(architecture, drafter, False, 8, "off", marks=pytest.mark.long)
             for architecture in ("qwen3", "glm4")
             for drafter in ("model", "eagle3", *ORACLES)
         ),
@@ -156,6 +162,7 @@ def in_bfloat16_alone() -> tuple[list[Request], list[list[int]]]:
     return requests, [output.tokens for output in engine.generate(requests)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("drafter", [one for one in DRAFTERS if one not in ("none", "toy")])
 def test_so_it_is_in_bfloat16_with_deterministic_sums(drafter: str) -> None:
     requests, expected = in_bfloat16_alone()

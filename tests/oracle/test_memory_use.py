@@ -17,6 +17,7 @@ def run(*args: str) -> dict[str, object]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="reads a process's memory from /proc")
 def test_what_a_load_and_long_prompts_take_stays_within_the_plan() -> None:
     args = ("plan", "tiny", "--device", "cpu", "--memory", MEMORY, "--json")

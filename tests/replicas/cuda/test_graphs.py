@@ -17,6 +17,7 @@ from tests.oracle.worlds import check_answers, greedy_answers, sampled_answers
 from tests.tiny_pairs import ARCHITECTURES, tiny_replica
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("draft_len", [0, 3])
 def test_output_is_that_of_passes_of_exact_shapes(architecture: str, draft_len: int) -> None:

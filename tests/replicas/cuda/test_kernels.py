@@ -49,6 +49,7 @@ compiled(layers._activate, {})
 """
 
 
+@pytest.mark.long
 def test_they_compile(tmp_path: Path) -> None:
     pytest.importorskip("triton")
     env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}

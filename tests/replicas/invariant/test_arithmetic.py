@@ -92,6 +92,7 @@ def test_attention_is_proven_for_heads_of_usual_sizes(dim: int) -> None:
     assert proof.prove([], [dim], [], prepack=True).proven
 
 
+@pytest.mark.long
 @needs_onednn
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="its libraries give none")
 def test_an_older_processor_has_a_proof_as_well() -> None:

@@ -68,6 +68,7 @@ def run(replica: Replica, batch: int, k: int | None) -> list[list[int]]:
     return [output.tokens for output in engine.generate(requests())]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("dtype", "graphs"),
     [
@@ -128,6 +129,7 @@ def test_a_layer_that_is_not_row_wise_is_refused_by_name() -> None:
         Replica(pair, config)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "glm4"])
 def test_every_architecture_passes_the_measurement(architecture: str) -> None:
     paged, how = deterministic(uneven_model(architecture).half())

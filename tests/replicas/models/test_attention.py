@@ -169,6 +169,7 @@ def test_more_query_heads_than_the_kernels_have_room_for_are_refused() -> None:
         device_attention(world.cache)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("_kernels")
 def test_output_is_the_same_by_the_kernels() -> None:
     answered = (greedy_answers("qwen3")[4], sampled_answers("qwen3")[1])

@@ -170,6 +170,7 @@ def test_what_fails_half_way_leaves_nothing_and_is_made_the_next_time(
     load_pair(settings(str(file)))
 
 
+@pytest.mark.long
 def test_processes_that_start_at_once_read_it_once_and_later_ones_not_at_all(
     file: Path, model: PreTrainedModel, caplog: pytest.LogCaptureFixture
 ) -> None:
