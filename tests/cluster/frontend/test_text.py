@@ -5,12 +5,11 @@ And what it costs grows with the tokens, whatever they are.
 
 from __future__ import annotations
 
-import random
-from itertools import accumulate
+from itertools import accumulate, cycle
 from typing import Any, cast
 
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import example, given, strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 from cluster.frontend.text import HELD_MAX, Detokenizer, TextStream
@@ -85,20 +84,22 @@ def tokenizer_of(parts: list[bytes]) -> tuple[Tokenizer, list[int]]:
 
 PARTS = [bytes([value]) for value in (0x80, 0xE4, 0xB8, 0xAD, 0xF0, 0x9F, 0xA6, 0x8A, 0xC3, 0xFF)]
 PARTS += [letter.encode() for letter in "a\u00e9\u4e2d\U0001f98a"]
-RUNS = st.lists(st.tuples(st.sampled_from(PARTS), st.integers(1, 4)), max_size=15)
-"""Of no more bytes than are held back."""
+COUNTS = st.integers(1, 4) | st.integers(1, HELD_MAX + 9)
+RUNS = st.lists(st.tuples(st.sampled_from(PARTS), COUNTS), max_size=6)
 
 
-@given(RUNS, st.integers(1, 4), st.integers())
+@given(RUNS, st.lists(st.integers(1, 4), min_size=1))
+@example([(b"\xad\xe4\xb8", 80)], [3])
+@example([(b"\x80", HELD_MAX - 2), (b"\xe4\xb8\xada", 1)], [1])
+@example([(b"\x80", HELD_MAX - 1), (b"\xe4\xb8\xada", 1)], [1])
 def test_any_bytes_have_the_text_of_the_whole_however_tokens_cut_them(
-    runs: list[tuple[bytes, int]], most: int, seed: int
+    runs: list[tuple[bytes, int]], sizes: list[int]
 ) -> None:
-    """`most`: bytes of a token."""
-    draw = random.Random(seed)
+    """`sizes`: bytes of each token, over and over."""
     said = b"".join(part * count for part, count in runs)
-    parts = [b"x"]
+    parts, every = [b"x"], cycle(sizes)
     while said:
-        size = draw.randint(1, most)
+        size = next(every)
         parts.append(said[:size])
         said = said[size:]
     made, tokens = tokenizer_of(parts)
