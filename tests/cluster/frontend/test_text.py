@@ -44,7 +44,7 @@ def test_special_and_unknown_tokens_change_no_text_around_them(
     made, texts, hidden = {
         "bytes": (tokenizer(), st.integers(2, VOCAB - 1), [*SPECIAL, NO_TOKEN]),
         "words": (METASPACE, st.integers(2, METASPACE.get_vocab_size() - 1), [0, 1, 100]),
-        "fallback": (SPECIAL_FALLBACK, st.one_of(TEXT_IDS, BYTE_IDS), [*SPECIAL_IDS, 5000]),
+        "fallback": (SPECIAL_FALLBACK, FALLBACK_IDS, [*SPECIAL_IDS, 5000]),
     }[kind]
     prompt = data.draw(st.lists(texts, max_size=5))
     tokens = data.draw(st.lists(st.one_of(texts, st.sampled_from(hidden)), max_size=40))
@@ -108,10 +108,6 @@ def test_any_bytes_have_the_text_of_the_whole_however_tokens_cut_them(
     assert "x" + text == made.decode(tokens)
 
 
-STRADDLING, _ = tokenizer_of([bytes([0xAD, 0xE4, 0xB8])])
-"""Its one token ends a character and begins the next."""
-
-
 class Counting:
     """A tokenizer that counts the tokens that it is given to decode."""
 
@@ -137,7 +133,8 @@ def test_no_token_makes_those_after_it_dearer(kind: str) -> None:
         "unknown": (tokenizer(), [NO_TOKEN]),
         "bad": (tokenizer(), bytes_of(0x80)),
         "open": (tokenizer(), bytes_of(0xF0, 0x9F, 0xA6)),
-        "straddling": (STRADDLING, [0]),
+        # It ends a character and begins the next.
+        "straddling": tokenizer_of([bytes([0xAD, 0xE4, 0xB8])]),
         "text": (tokenizer(), ids("the quick \U0001f98a")),
         "empty": (METASPACE, [6]),
         "fallback": (FALLBACK, [byte(0x80), byte(0x0A)]),
@@ -186,17 +183,8 @@ def byte(value: int) -> int:
 
 
 A = FALLBACK.token_to_id("a")
-FALLBACK_TOKENS = st.lists(
-    st.one_of(
-        st.sampled_from(WORDS),
-        st.sampled_from([0x0A, 0x20, 0x41, 0xE4, 0xB8, 0xAD, 0xC3, 0xA9, 0x80]).map(byte),
-    ),
-    max_size=24,
-)
-
-
-TEXT_IDS = st.sampled_from(WORDS)
-BYTE_IDS = st.sampled_from([0x0A, 0x41, 0xE4, 0xB8, 0xAD, 0x80]).map(byte)
+FALLBACK_IDS = st.sampled_from(WORDS) | st.sampled_from(b"\n A\xe4\xb8\xad\xc3\xa9\x80").map(byte)
+FALLBACK_TOKENS = st.lists(FALLBACK_IDS, max_size=24)
 
 
 def pieces(tokens: list[int], prompt: list[int]) -> list[str]:
