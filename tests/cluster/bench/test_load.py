@@ -189,6 +189,7 @@ def foreign(owner: str, asked: list[dict[str, Any]]) -> FastAPI:
     return app
 
 
+SECOND = ["--stop-at-eos", "--endpoint", "chat", "--model", "second"]
 STANDARD = {"model", "max_tokens", "temperature", "stream", "stream_options"}
 
 
@@ -197,12 +198,7 @@ STANDARD = {"model", "max_tokens", "temperature", "stream", "stream_options"}
     [
         ("someone", ["--stop-at-eos"], "first", STANDARD | {"prompt"}),
         ("vllm", [], "first", STANDARD | {"prompt", "cache_salt", "ignore_eos"}),
-        (
-            "someone",
-            ["--stop-at-eos", "--endpoint", "chat", "--model", "second"],
-            "second",
-            STANDARD | {"messages"},
-        ),
+        ("someone", SECOND, "second", STANDARD | {"messages"}),
     ],
     ids=["any server", "vLLM", "chat"],
 )

@@ -62,10 +62,7 @@ GRPC: Rows = [
     ({"priority": 9}, "priority: must be one of PRIORITY_UNSPECIFIED, PRIORITY_HIGH, PRIORITY"),
     ({"prompt": "a", "tools": GRPC_TOOLS}, "tools: only with messages"),
     ({"messages": ASKED, "tool_mode": 2}, "tool_choice: no tools are given"),
-    (
-        TOOLED | {"tool_mode": 7},
-        "tool_mode: must be one of TOOL_MODE_UNSPECIFIED, TOOL_MODE_NONE",
-    ),
+    (TOOLED | {"tool_mode": 7}, "tool_mode: must be one of TOOL_MODE_UNSPECIFIED, TOOL_MODE_NONE"),
     (TOOLED | {"tool_name": "x"}, "tool_choice: 'x' is not among the tools"),
     (TOOLED | {"tool_mode": 2, "regex": "a"}, "regex: not with tools that bind"),
     ({"messages": ASKED, "tools": [{"name": "a b"}]}, f"tools.0.name: {A_NAME}"),

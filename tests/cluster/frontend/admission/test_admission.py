@@ -190,9 +190,9 @@ EVENTS = st.lists(
 )
 
 
-@given(size=st.integers(1, 1000), events=EVENTS)
-def test_no_more_than_the_rate_is_ever_used(
-    size: int, events: list[tuple[float, int, float]]
+@given(size=st.integers(1, 1000), another=st.integers(1, 5000), events=EVENTS)
+def test_no_more_than_the_rate_is_ever_used_and_whoever_waits_as_long_as_told_gets_in(
+    size: int, another: int, events: list[tuple[float, int, float]]
 ) -> None:
     """Over the whole run: a full bucket, what came in meanwhile, and one request's debt."""
     bucket = TokenBucket(size, 0.0)
@@ -208,21 +208,9 @@ def test_no_more_than_the_rate_is_ever_used(
         # Before this request, no more than the bucket and its inflow can have been used.
         assert used - spent <= size + now_s * size / 60 + max(largest - size, 0) + 1e-6
     assert used <= size + now_s * size / 60 + max(largest - size, 0) + 1e-6
-
-
-@given(size=st.integers(1, 1000), tokens=st.integers(1, 5000), events=EVENTS)
-def test_whoever_waits_as_long_as_told_gets_in(
-    size: int, tokens: int, events: list[tuple[float, int, float]]
-) -> None:
-    bucket = TokenBucket(size, 0.0)
-    now_s = 0.0
-    for pause_s, other, _share in events:
-        now_s += pause_s
-        bucket.take(other, now_s)
-    wait_s = bucket.take(tokens, now_s)
-    if wait_s > 0:
+    if (wait_s := bucket.take(another, now_s)) > 0:
         # Waits are told in whole seconds, rounded up.
-        assert bucket.take(tokens, now_s + math.ceil(wait_s + 1e-6)) == 0.0
+        assert bucket.take(another, now_s + math.ceil(wait_s + 1e-6)) == 0.0
 
 
 def test_neither_a_clock_that_stands_still_nor_a_full_bucket_gives_more() -> None:
