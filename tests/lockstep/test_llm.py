@@ -19,10 +19,13 @@ from cluster.config import ConfigError
 from lockstep import LLM, PromptFailed, SamplingParams
 from replicas.demo import TARGET_DIR
 from scheduler.errors import InvalidRequest
-from tests.cluster.frontend.http_rig import HERMES_TEMPLATE
 from tests.reference import plain_greedy
 
 TINY: Any = {"device": "cpu", "torch_threads": 1, "kv_blocks": 512, "calibrate": False}
+TEMPLATE = (
+    "{% for turn in messages %}<{{ turn.role }}>{{ turn.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
 PROMPTS = ["def add(a, b):", "The list", "import os\n"]
 
 
@@ -69,7 +72,7 @@ def test_conversations_are_written_as_the_prompts_of_their_template(
 ) -> None:
     """Several at once with settings of their own, and one alone; however they are drafted."""
     template = tmp_path / "template.jinja"
-    template.write_text(HERMES_TEMPLATE)
+    template.write_text(TEMPLATE)
     talks = [
         [{"role": "user", "content": "def add(a, b):"}],
         [
@@ -87,7 +90,10 @@ def test_conversations_are_written_as_the_prompts_of_their_template(
     model = LLM("tiny", speculative_config=suffix, chat_template=str(template), **TINY)
     answers = model.chat(talks, every, progress=False)
     encode = AutoTokenizer.from_pretrained(TARGET_DIR).apply_chat_template
-    prompts = [encode(talk, chat_template=HERMES_TEMPLATE, return_dict=False) for talk in talks]
+    prompts = [
+        encode(talk, chat_template=TEMPLATE, add_generation_prompt=True, return_dict=False)
+        for talk in talks
+    ]
     assert [one.prompt_token_ids for one in answers] == prompts
     plain = llm.generate(prompts, every, progress=False)
     for one, other in zip(answers, plain, strict=True):
