@@ -135,7 +135,7 @@ explore: $(SETUP)  ## property tests on other examples each time; what they prin
 	$(BIN)/python -m pytest -m 'not ray and not slow' --hypothesis-profile explore
 
 fuzz: SEED ?= 0
-fuzz: $(SETUP)  ## 27,000 drawn requests, sound, broken and odd, against both APIs: SEED=0
+fuzz: $(SETUP)  ## 29,000 drawn requests, sound, broken and odd, against both APIs: SEED=0
 	$(BIN)/python -m tests.cluster.frontend.fuzz.http --seed $(SEED)
 
 chaos: SEED ?= 1

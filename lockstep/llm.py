@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rich.progress import Progress
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from cluster.config import ClusterConfig, ConfigError
 from cluster.config_sources import ALIASES, from_args
@@ -225,7 +225,8 @@ class LLM:
                 raise InvalidRequest(name, error.reason) from None
             stream = TextStream(self._text.tokenizer, request.prompt, call.stop)
             written.append(_Writing(request, stream, output, scores=call.max_new_tokens == 0))
-        with Progress(disable=not progress) as bar:
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+        with Progress(*columns, TimeRemainingColumn(), disable=not progress) as bar:
             task = bar.add_task("prompts", total=len(written))
             left = list(written)
             while left and engine.advance():

@@ -41,6 +41,12 @@ class Record:
     def new_tokens(self) -> int:
         return sum(tokens for _, tokens in self.chunks)
 
+    @property
+    def step_tokens(self) -> int:
+        """Those that `steps` committed, each its accepted tokens and one more. Of a stream that
+        broke and was continued, `steps` and the drafts are those since then, `new_tokens` all."""
+        return min(self.new_tokens, self.steps + self.accepted_tokens)
+
 
 @dataclass(frozen=True)
 class Distribution:
@@ -109,7 +115,8 @@ class Summary:
     were asked for."""
     accepted_per_step: float | None
     committed_per_step: float | None
-    """Of requests that kept their place: of others the steps before are not known."""
+    """Without the tokens that came before a client continued a broken stream: their steps are not
+    known."""
     accepted_at: tuple[float, ...]
     """Share of the steps in which draft token j, from 0, was accepted."""
 
@@ -123,8 +130,6 @@ def summarise(records: Sequence[Record], retries: int = 0) -> Summary:
     steps = sum(record.steps for record in served)
     drafted = sum(record.draft_tokens for record in served)
     accepted = sum(record.accepted_tokens for record in served)
-    kept = [record for record in served if not record.recovered]
-    kept_steps = sum(record.steps for record in kept)
     return Summary(
         requests=len(records),
         failed=len(records) - len(served),
@@ -154,7 +159,7 @@ def summarise(records: Sequence[Record], retries: int = 0) -> Summary:
         acceptance=accepted / drafted if drafted else None,
         drafted_per_step=drafted / steps if steps else None,
         accepted_per_step=accepted / steps if steps else None,
-        committed_per_step=sum(r.new_tokens for r in kept) / kept_steps if kept_steps else None,
+        committed_per_step=sum(r.step_tokens for r in served) / steps if steps else None,
         accepted_at=tuple(count / steps for count in _summed(served)),
     )
 

@@ -13,12 +13,14 @@ from functools import lru_cache
 from tokenizers import Tokenizer
 
 _CONTEXT_TOKENS = 16
-"""Tokens before those held back that the decoder sees at most, the prompt's at first, so that a
-token gets its space right."""
+"""Tokens of the prompt that the decoder sees, so that the first new token gets its space right."""
 _INCOMPLETE = "\ufffd"
 """What a decoder makes of bytes that are no character, or not yet."""
 HELD_MAX = 64
 """So many tokens are held back at most, for all of them are decoded again with each one more."""
+_KEPT = 8
+"""So many stay when their text must go: more bytes than a character has, so that a decoder which
+begins with them ends in step."""
 
 
 class Detokenizer:
@@ -26,9 +28,9 @@ class Detokenizer:
 
     The text of valid UTF-8 is that of all tokens decoded at once, and so is that of bad bytes in a
     byte-level tokenizer. One with byte fallback makes a whole run of byte tokens U+FFFD, one for
-    each, if any of them is bad. Here what was given out before the bad one stays. `HELD_MAX` tokens
-    of which none ends a character are given out as they stand, so that what a push costs is
-    bounded, whatever the tokens are; no writing has such.
+    each, if any of them is bad. Here what was given out before the bad one stays; after every
+    `HELD_MAX` tokens the run is text again if its last `_KEPT` are text by themselves. What a push
+    costs is bounded, whatever the tokens are.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
@@ -51,11 +53,10 @@ class Detokenizer:
             return ""
         self._held.append(token)
         text = self._decode(self._settled + self._held)
-        adds = not (text.endswith(_INCOMPLETE) or self._given.startswith(text))
-        if not adds and len(self._held) < HELD_MAX:
-            return ""
+        if text.endswith(_INCOMPLETE) or self._given.startswith(text):
+            return self._let_go(text) if len(self._held) == HELD_MAX else ""
         rest = self._rest(text)
-        self._settle(self._held[-_CONTEXT_TOKENS:])
+        self._settle(self._held)
         return rest
 
     def flush(self) -> str:
@@ -69,6 +70,21 @@ class Detokenizer:
         # With the tokens held back those before them decode to other text (one bad byte spoils a
         # whole run of byte tokens). What was given out stays, and the others are decoded alone.
         return self._decode(self._held)
+
+    def _let_go(self, text: str) -> str:
+        """Give out the text of the tokens held back, but for what may yet become a character."""
+        rest = self._rest(text)
+        kept = self._held[-_KEPT:]
+        if not rest:
+            self._held = kept
+            return ""
+        # The kept tokens may begin within a character, and their text with U+FFFD that the whole
+        # text has not. Both end alike: what may yet become a character is the last one of both.
+        again = self._decode(kept)
+        opened = int(rest.endswith(_INCOMPLETE) and again.endswith(_INCOMPLETE))
+        self._settled, self._held = kept[: _KEPT - opened], kept[_KEPT - opened :]
+        self._given = again[: len(again) - opened]
+        return rest[: len(rest) - opened]
 
     def _settle(self, tokens: list[int]) -> None:
         self._settled, self._held, self._given = tokens, [], self._decode(tokens)

@@ -96,28 +96,33 @@ class TokenBucket:
     """
 
     def __init__(self, tokens_per_minute: float, now_s: float) -> None:
-        self.size = tokens_per_minute
+        self._size = tokens_per_minute
         self._level = tokens_per_minute
         self._filled_s = now_s
+
+    def resize(self, tokens_per_minute: float, now_s: float) -> None:
+        """Another rate from now on; what is there stays, as far as it fits."""
+        self._fill(now_s)
+        self._size = tokens_per_minute
 
     def take(self, tokens: float, now_s: float) -> float:
         """0 if taken; else the seconds after which they could be, if nobody else takes any."""
         self._fill(now_s)
-        missing = min(tokens, self.size) - self._level
+        missing = min(tokens, self._size) - self._level
         if missing > 0:
-            return missing * 60 / self.size
+            return missing * 60 / self._size
         self._level -= tokens
         return 0.0
 
     def give_back(self, tokens: float, now_s: float) -> None:
         """What was taken and not used."""
         self._fill(now_s)
-        self._level = min(self._level + tokens, self.size)
+        self._level = min(self._level + tokens, self._size)
 
     def _fill(self, now_s: float) -> None:
         passed_s = max(now_s - self._filled_s, 0.0)
         self._filled_s = max(now_s, self._filled_s)
-        self._level = min(self._level + passed_s * self.size / 60, self.size)
+        self._level = min(self._level + passed_s * self._size / 60, self._size)
 
 
 @dataclass(slots=True)
@@ -230,12 +235,14 @@ class AdmissionControl:
         use.requests_max = (
             math.inf if entry.requests_max is None else -(-entry.requests_max // self._share)
         )
-        rate = entry.tokens_per_minute and entry.tokens_per_minute / self._share
-        if rate is None:
+        if entry.tokens_per_minute is None:
             use.bucket = None
-        elif use.bucket is None or use.bucket.size != rate:
-            # A new rate begins with a full bucket.
-            use.bucket = TokenBucket(rate, self._clock())
+            return use
+        size, now_s = entry.tokens_per_minute / self._share, self._clock()
+        if use.bucket is None:
+            use.bucket = TokenBucket(size, now_s)
+        else:
+            use.bucket.resize(size, now_s)
         return use
 
 

@@ -41,10 +41,7 @@ DEMO = (
         (["--dtype", "float32"], "replica.dtype: only with --engine"),
         (["--model", "x"], "--model, --endpoint: only with --openai"),
         (["--openai", "http://127.0.0.1:1"], "--openai: needs --prompts"),
-        (
-            ["--openai", "http://127.0.0.1:1", "--prompts", __file__],
-            "openai: http://127.0.0.1:1/v1/models: ",
-        ),
+        (["--openai", "http://[::1]:1", "--prompts", __file__], "openai: http://[::1]:1/v1/models"),
         (["--openai", "x", "--draft-len", "2"], "--openai: not with --engine and --draft-len"),
     ],
 )

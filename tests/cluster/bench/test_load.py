@@ -18,11 +18,12 @@ import uvicorn
 from fastapi import FastAPI, Response
 
 from cluster.bench.arrivals import Extent, Poisson, drive
-from cluster.bench.figures import Record
-from cluster.bench.load import grpc_request, over_grpc
+from cluster.bench.figures import Record, summarise
+from cluster.bench.load import grpc_request, over_grpc, take_chunk
 from cluster.bench.openai_load import take_event
 from cluster.bench.workload import Workload, synthetic_prompts
 from cluster.client import AsyncClient
+from cluster.client.retry import Continuation
 from protos import lockstep_pb2 as pb, lockstep_pb2_grpc
 from replicas.models.names import TINY
 from scheduler.simulation import uniform
@@ -100,6 +101,21 @@ def test_a_request_on_the_wire_has_the_options_and_a_seed_of_its_own() -> None:
     assert all(4 <= len(each) <= 9 and max(each) < VOCAB for each in others)
 
 
+def test_the_steps_after_a_break_stand_beside_the_tokens_since_then() -> None:
+    stream, record = Continuation(grpc_request(workload(), 0)), Record(0, 0.0, 0.0, end_s=9.0)
+    end = pb.End(finish_reason=pb.FINISH_REASON_LENGTH)
+    end.speculation.steps, end.speculation.accepted_tokens = 10, 18
+    broken, rest = pb.GenerateChunk(token_ids=range(100)), pb.GenerateChunk(token_ids=range(28))
+    rest.end.CopyFrom(end)
+    for now_s, chunk in enumerate((broken, rest)):
+        stream.request(now_s)
+        seen = stream.take(chunk)
+        assert seen is not None
+        take_chunk(record, seen, now_s)
+    made = summarise([record])
+    assert (made.new_tokens, made.recovered, made.committed_per_step) == (128, 1, 2.8)
+
+
 async def test_the_command_measures_a_cluster(tmp_path: Path) -> None:
     page = tmp_path / "new" / "a.html"
     async with served(target=TINY) as address:
@@ -173,6 +189,7 @@ def foreign(owner: str, asked: list[dict[str, Any]]) -> FastAPI:
     return app
 
 
+SECOND = ["--stop-at-eos", "--endpoint", "chat", "--model", "second"]
 STANDARD = {"model", "max_tokens", "temperature", "stream", "stream_options"}
 
 
@@ -181,12 +198,7 @@ STANDARD = {"model", "max_tokens", "temperature", "stream", "stream_options"}
     [
         ("someone", ["--stop-at-eos"], "first", STANDARD | {"prompt"}),
         ("vllm", [], "first", STANDARD | {"prompt", "cache_salt", "ignore_eos"}),
-        (
-            "someone",
-            ["--stop-at-eos", "--endpoint", "chat", "--model", "second"],
-            "second",
-            STANDARD | {"messages"},
-        ),
+        ("someone", SECOND, "second", STANDARD | {"messages"}),
     ],
     ids=["any server", "vLLM", "chat"],
 )

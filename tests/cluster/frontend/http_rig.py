@@ -277,9 +277,7 @@ def templated(template: str | dict[str, str]) -> TargetText:
 
 @asynccontextmanager
 async def served_tiny(
-    template: str | dict[str, str] | None = None,
-    config: ClusterConfig = CONFIG,
-    **options: Any,
+    template: str | dict[str, str] | None = None, config: ClusterConfig = CONFIG, **options: Any
 ) -> AsyncIterator[tuple[GrpcApi, FastAPI]]:
     """With the tiny pair behind it."""
     config = config.model_copy(update={"replica": PAIR})

@@ -29,7 +29,10 @@ Rows = list[tuple[dict[str, Any], str]]
 
 A_NAME = "must be 1 to 64 of the characters a-z, A-Z, 0-9, '_', '.' and '-', is 'a b'"
 AN_OBJECT = "must be the text of a JSON object, is"
-A_CALL = [{"name": "f", "arguments": "[]"}]
+A_CALL = {"role": "assistant", "tool_calls": [{"name": "f", "arguments": "[]"}]}
+NO_SCHEMA = {"name": "a", "parameters": "x"}
+TOOLED: dict[str, Any] = {"messages": ASKED, "tools": GRPC_TOOLS}
+OPTIONS = "chat_template_kwargs"
 GRPC: Rows = [
     ({"prompt": None}, "prompt: one of prompt, prompt_token_ids and messages must be given"),
     ({"prompt": ""}, "prompt: must not be empty"),
@@ -56,43 +59,21 @@ GRPC: Rows = [
     ({"committed_token_ids": [5], "n": 2}, "committed_token_ids: only one sequence"),
     ({"n": 0}, "n: must be at least 1, is 0"),
     ({"n": 2**31 - 1}, "n: 2147483647 sequences asked for, at most 128 allowed"),
-    (
-        {"priority": 9},
-        "priority: must be one of PRIORITY_UNSPECIFIED, PRIORITY_HIGH, PRIORITY_NORMAL,"
-        " PRIORITY_LOW, is 9",
-    ),
+    ({"priority": 9}, "priority: must be one of PRIORITY_UNSPECIFIED, PRIORITY_HIGH, PRIORITY"),
     ({"prompt": "a", "tools": GRPC_TOOLS}, "tools: only with messages"),
     ({"messages": ASKED, "tool_mode": 2}, "tool_choice: no tools are given"),
-    (
-        {"messages": ASKED, "tool_mode": 7, "tools": GRPC_TOOLS},
-        "tool_mode: must be one of TOOL_MODE_UNSPECIFIED, TOOL_MODE_NONE, TOOL_MODE_REQUIRED, is 7",
-    ),
-    (
-        {"messages": ASKED, "tools": GRPC_TOOLS, "tool_name": "x"},
-        "tool_choice: 'x' is not among the tools",
-    ),
-    (
-        {"messages": ASKED, "tools": GRPC_TOOLS, "tool_mode": 2, "regex": "a"},
-        "regex: not with tools that bind",
-    ),
+    (TOOLED | {"tool_mode": 7}, "tool_mode: must be one of TOOL_MODE_UNSPECIFIED, TOOL_MODE_NONE"),
+    (TOOLED | {"tool_name": "x"}, "tool_choice: 'x' is not among the tools"),
+    (TOOLED | {"tool_mode": 2, "regex": "a"}, "regex: not with tools that bind"),
     ({"messages": ASKED, "tools": [{"name": "a b"}]}, f"tools.0.name: {A_NAME}"),
-    (
-        {"messages": ASKED, "tools": [{"name": "a", "parameters": "x"}]},
-        f"tools.0.parameters: {AN_OBJECT} 'x'",
-    ),
-    (
-        {"messages": [{"role": "assistant", "tool_calls": A_CALL}]},
-        f"messages.0.tool_calls.0.arguments: {AN_OBJECT}",
-    ),
+    ({"messages": ASKED, "tools": [NO_SCHEMA]}, f"tools.0.parameters: {AN_OBJECT} 'x'"),
+    ({"messages": [A_CALL]}, f"messages.0.tool_calls.0.arguments: {AN_OBJECT}"),
     ({"messages": ASKED, "prompt": "x"}, "messages: prompt is given as well"),
     ({"messages": [{"content": "x"}]}, "messages: a role must not be empty"),
     ({"messages": ASKED * 1025}, "messages: 1025 given, at most 1024 allowed"),
     ({"messages": [{"role": "user", "content": "x" * (1 << 20)}]}, "messages: 1048580 bytes, at"),
-    ({"messages": ASKED, "chat_template_kwargs": "[]"}, f"chat_template_kwargs: {AN_OBJECT}"),
-    (
-        {"messages": ASKED, "chat_template_kwargs": '{"tokenize": 1}'},
-        "chat_template_kwargs: tokenize is not",
-    ),
+    ({"messages": ASKED, OPTIONS: "[]"}, f"{OPTIONS}: {AN_OBJECT}"),
+    ({"messages": ASKED, OPTIONS: '{"tokenize": 1}'}, f"{OPTIONS}: tokenize is not"),
 ]
 A_PROMPT = "must be a text, a list of token ids, or a list of either, is"
 COMPLETIONS: Rows = [
@@ -125,42 +106,32 @@ COMPLETIONS: Rows = [
     ({"user": "y" * 129}, "user: 129 characters, at most 128 allowed"),
     ({"structured_outputs": {}}, "structured_outputs: exactly one of json, regex, choice and"),
     ({"structured_outputs": {"regex": "("}}, "structured_outputs: "),
-    (
-        {"structured_outputs": {"json": 5}},
-        "structured_outputs.json: must be a mapping or a text, is 5",
-    ),
+    ({"structured_outputs": {"json": 5}}, "structured_outputs.json: must be a mapping or a text"),
 ]
 A_MODE = "must be 'none', 'auto' or 'required' or a mapping, is"
 A_TEXT = "must be a text or a list of parts of type text, is"
-SCHEMA = {"name": "a", "schema": {"type": "thing"}}
+IMAGE = {"role": "user", "content": [{"type": "image_url"}]}
+SHAPE = {"type": "json_schema"}
+NO_TYPE = {"name": "a", "schema": {"type": "thing"}}
+BOUND: dict[str, Any] = {"tools": TOOLS, "tool_choice": "required"}
+NAMED = {"type": "function", "function": {"name": "x"}}
+SPACED = {"type": "function", "function": {"name": "a b"}}
 CHATS: Rows = [
     ({"messages": []}, "messages: must not be empty"),
     ({"messages": "x"}, "messages: must be a list, is 'x'"),
     ({"messages": [{"role": "user"}]}, f"messages.0.content: {A_TEXT} None"),
     ({"messages": [{"role": "user", "content": 5}]}, f"messages.0.content: {A_TEXT} 5"),
-    (
-        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-        f"messages.0.content: {A_TEXT}",
-    ),
+    ({"messages": [IMAGE]}, f"messages.0.content: {A_TEXT}"),
     ({"max_completion_tokens": 10**6}, "max_completion_tokens: prompt ("),
     ({"top_logprobs": 2}, "top_logprobs: only with logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs: must be in [0, 20], is 21"),
-    ({"response_format": {"type": "json_schema"}}, "response_format: json_schema: with the type"),
-    ({"response_format": {"type": "json_schema", "json_schema": SCHEMA}}, "response_format: "),
-    (
-        {"response_format": {"type": "json_schema", "json_schema": {}}},
-        "response_format.json_schema.schema: must be given",
-    ),
-    (
-        {"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}},
-        "response_format: not with tools that bind",
-    ),
+    ({"response_format": SHAPE}, "response_format: json_schema: with the type"),
+    ({"response_format": SHAPE | {"json_schema": NO_TYPE}}, "response_format: "),
+    ({"response_format": SHAPE | {"json_schema": {}}}, "response_format.json_schema.schema: must"),
+    (BOUND | {"response_format": {"type": "json_object"}}, "response_format: not with tools that"),
     ({"tools": [{}]}, "tools.0.type: must be given"),
     ({"tools": [{"type": "web_search"}]}, "tools.0.type: must be 'function', is 'web_search'"),
-    (
-        {"tools": [{"type": "function", "function": {"name": "a b"}}]},
-        f"tools.0.function.name: {A_NAME}",
-    ),
+    ({"tools": [SPACED]}, f"tools.0.function.name: {A_NAME}"),
     ({"tool_choice": "required"}, "tool_choice: no tools are given"),
     ({"tool_choice": "sometimes"}, f"tool_choice: {A_MODE} 'sometimes'"),
     ({"tool_choice": 5}, f"tool_choice: {A_MODE} 5"),
@@ -169,10 +140,7 @@ CHATS: Rows = [
         "tool_choice.function: must be given; "
         "tool_choice.functoin: unknown name; did you mean function?",
     ),
-    (
-        {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}},
-        "tool_choice: 'x' is not among the tools",
-    ),
+    ({"tools": TOOLS, "tool_choice": NAMED}, "tool_choice: 'x' is not among the tools"),
     ({"chat_template_kwargs": {"tokenize": False}}, "chat_template_kwargs: tokenize is not"),
 ]
 

@@ -5,12 +5,11 @@ And what it costs grows with the tokens, whatever they are.
 
 from __future__ import annotations
 
-import random
-from itertools import accumulate
+from itertools import accumulate, cycle
 from typing import Any, cast
 
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import example, given, strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 from cluster.frontend.text import HELD_MAX, Detokenizer, TextStream
@@ -45,7 +44,7 @@ def test_special_and_unknown_tokens_change_no_text_around_them(
     made, texts, hidden = {
         "bytes": (tokenizer(), st.integers(2, VOCAB - 1), [*SPECIAL, NO_TOKEN]),
         "words": (METASPACE, st.integers(2, METASPACE.get_vocab_size() - 1), [0, 1, 100]),
-        "fallback": (SPECIAL_FALLBACK, st.one_of(TEXT_IDS, BYTE_IDS), [*SPECIAL_IDS, 5000]),
+        "fallback": (SPECIAL_FALLBACK, FALLBACK_IDS, [*SPECIAL_IDS, 5000]),
     }[kind]
     prompt = data.draw(st.lists(texts, max_size=5))
     tokens = data.draw(st.lists(st.one_of(texts, st.sampled_from(hidden)), max_size=40))
@@ -85,30 +84,28 @@ def tokenizer_of(parts: list[bytes]) -> tuple[Tokenizer, list[int]]:
 
 PARTS = [bytes([value]) for value in (0x80, 0xE4, 0xB8, 0xAD, 0xF0, 0x9F, 0xA6, 0x8A, 0xC3, 0xFF)]
 PARTS += [letter.encode() for letter in "a\u00e9\u4e2d\U0001f98a"]
-RUNS = st.lists(st.tuples(st.sampled_from(PARTS), st.integers(1, 4)), max_size=15)
-"""Of no more bytes than are held back."""
+COUNTS = st.integers(1, 4) | st.integers(1, HELD_MAX + 9)
+RUNS = st.lists(st.tuples(st.sampled_from(PARTS), COUNTS), max_size=6)
 
 
-@given(RUNS, st.integers(1, 4), st.integers())
+@given(RUNS, st.lists(st.integers(1, 4), min_size=1))
+@example([(b"\xad\xe4\xb8", 80)], [3])
+@example([(b"\x80", HELD_MAX - 2), (b"\xe4\xb8\xada", 1)], [1])
+@example([(b"\x80", HELD_MAX - 1), (b"\xe4\xb8\xada", 1)], [1])
 def test_any_bytes_have_the_text_of_the_whole_however_tokens_cut_them(
-    runs: list[tuple[bytes, int]], most: int, seed: int
+    runs: list[tuple[bytes, int]], sizes: list[int]
 ) -> None:
-    """`most`: bytes of a token."""
-    draw = random.Random(seed)
+    """`sizes`: bytes of each token, over and over."""
     said = b"".join(part * count for part, count in runs)
-    parts = [b"x"]
+    parts, every = [b"x"], cycle(sizes)
     while said:
-        size = draw.randint(1, most)
+        size = next(every)
         parts.append(said[:size])
         said = said[size:]
     made, tokens = tokenizer_of(parts)
     detokenizer = Detokenizer(made, tokens[:1])
     text = "".join(map(detokenizer.push, tokens[1:])) + detokenizer.flush()
     assert "x" + text == made.decode(tokens)
-
-
-STRADDLING, _ = tokenizer_of([bytes([0xAD, 0xE4, 0xB8])])
-"""Its one token ends a character and begins the next."""
 
 
 class Counting:
@@ -136,7 +133,8 @@ def test_no_token_makes_those_after_it_dearer(kind: str) -> None:
         "unknown": (tokenizer(), [NO_TOKEN]),
         "bad": (tokenizer(), bytes_of(0x80)),
         "open": (tokenizer(), bytes_of(0xF0, 0x9F, 0xA6)),
-        "straddling": (STRADDLING, [0]),
+        # It ends a character and begins the next.
+        "straddling": tokenizer_of([bytes([0xAD, 0xE4, 0xB8])]),
         "text": (tokenizer(), ids("the quick \U0001f98a")),
         "empty": (METASPACE, [6]),
         "fallback": (FALLBACK, [byte(0x80), byte(0x0A)]),
@@ -185,17 +183,8 @@ def byte(value: int) -> int:
 
 
 A = FALLBACK.token_to_id("a")
-FALLBACK_TOKENS = st.lists(
-    st.one_of(
-        st.sampled_from(WORDS),
-        st.sampled_from([0x0A, 0x20, 0x41, 0xE4, 0xB8, 0xAD, 0xC3, 0xA9, 0x80]).map(byte),
-    ),
-    max_size=24,
-)
-
-
-TEXT_IDS = st.sampled_from(WORDS)
-BYTE_IDS = st.sampled_from([0x0A, 0x41, 0xE4, 0xB8, 0xAD, 0x80]).map(byte)
+FALLBACK_IDS = st.sampled_from(WORDS) | st.sampled_from(b"\n A\xe4\xb8\xad\xc3\xa9\x80").map(byte)
+FALLBACK_TOKENS = st.lists(FALLBACK_IDS, max_size=24)
 
 
 def pieces(tokens: list[int], prompt: list[int]) -> list[str]:

@@ -4,7 +4,7 @@
 drawn request in which something is replaced, left out, added or cut off, or in another encoding, or
 any JSON, or any bytes. *Odd*: any method, path and headers. These may still be sound by chance.
 
-Over gRPC of all fields and any values: mostly broken.
+Over gRPC of all fields and any values, which are mostly broken, and well-formed.
 """
 
 from __future__ import annotations
@@ -301,3 +301,37 @@ def _field(field: FieldDescriptor) -> Values:
 
 MESSAGE = _message(pb.GenerateRequest.DESCRIPTOR, pb.GenerateRequest)
 """Requests of any values, mostly broken."""
+
+
+_TOOLS = {"tools": st.just([{"name": "look", "parameters": json.dumps(SCHEMA)}])}
+_PROMPTS: Values = st.one_of(
+    st.fixed_dictionaries({"prompt": TEXT}),
+    IDS.map(lambda ids: {"prompt_token_ids": {"ids": ids}}),
+    st.fixed_dictionaries({"messages": RANGES["messages"]}, optional=_TOOLS),
+)
+_ALONE: Values = st.one_of(
+    st.fixed_dictionaries(
+        {}, optional={name: RANGES[name] for name in ("ignore_eos", "min_tokens", "bad_words", "n")}
+    ),
+    IDS.map(lambda ids: {"committed_token_ids": ids}),
+    st.sampled_from(STRUCTURES).map(lambda regex: {"regex": regex, "n": 2}),
+    st.sampled_from([{"choice": {"texts": ["yes", "no"]}}, {"json_schema": json.dumps(SCHEMA)}]),
+)
+"""What goes together with none of the others."""
+_SAME = ("temperature", "top_p", "min_p", "stop_token_ids", "repetition_penalty", "logprobs")
+_SAME += ("frequency_penalty", "presence_penalty", "prompt_logprobs", "parallel_tool_calls", "stop")
+_REST = {name: RANGES[name] for name in (*_SAME, "cache_salt")} | {
+    "top_k": st.integers(0, 50),
+    "logit_bias": st.dictionaries(st.integers(2, 250), st.floats(-100, 100), max_size=4),
+    "priority": st.integers(0, 3),
+    "speculation": st.booleans(),
+    "draft_len": st.integers(0, 4),
+    "request_id": TEXT,
+}
+SOUND = st.builds(
+    lambda prompt, alone, rest: pb.GenerateRequest(**prompt, **alone, **rest, max_new_tokens=8),
+    _PROMPTS,
+    _ALONE,
+    st.fixed_dictionaries({"seed": RANGES["seed"]}, optional=_REST),
+)
+"""Those that are to be answered."""

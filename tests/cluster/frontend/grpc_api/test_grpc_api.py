@@ -6,13 +6,14 @@ The frontend talks to a pool and a fake replica in the same event loop; contexts
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 from grpc import StatusCode
 from grpc_health.v1 import health_pb2
 
 from cluster.config_sources import from_args
-from cluster.frontend.grpc_api.handlers import LOCKSTEP
+from cluster.frontend.grpc_api.handlers import LOCKSTEP, Unparsed
 from cluster.frontend.grpc_api.messages import to_status
 from cluster.frontend.status_codes import CODES, MEANINGS
 from cluster.pool.protocol import PoolView
@@ -106,6 +107,16 @@ async def test_overload_says_when_to_come_back() -> None:
             assert int(context.trailing["retry-after"]) >= 1
         first.cancel()
         await asyncio.gather(first, return_exceptions=True)
+
+
+async def test_bytes_that_are_no_message_are_refused_as_such() -> None:
+    wrong: Any = Unparsed(7)
+    async with frontend(replicas=0) as made:
+        seen = [*await both(made, wrong), Context(), Context()]
+        await made.Status(wrong, seen[2])
+        await made.Check(wrong, seen[3])
+    told = [(context.code, context.details.partition(" ")[0]) for context in seen]
+    assert told == [(StatusCode.INVALID_ARGUMENT, "request:")] * 4
 
 
 async def test_health_knows_the_service_and_whether_a_replica_is_ready() -> None:

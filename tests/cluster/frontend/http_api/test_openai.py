@@ -39,12 +39,12 @@ from tests.cluster.wire import until
 
 @pytest.mark.parametrize("chat", [True, False])
 async def test_an_answer_is_the_one_of_the_grpc_api(chat: bool) -> None:
-    async with served(step_s=0.001) as (made, app):
-        asked = pb.GenerateRequest(max_new_tokens=30)
-        fields: dict[str, Any] = {"max_tokens": 30}
+    async with served_tiny(HERMES_TEMPLATE) as (made, app):
+        asked = pb.GenerateRequest(max_new_tokens=30, ignore_eos=True)
+        fields: dict[str, Any] = {"max_tokens": 30, "ignore_eos": True, "temperature": 0}
         if chat:
             asked.messages.extend(messages(TURNS))
-            fields["messages"] = TURNS_JSON
+            fields |= {"messages": TURNS_JSON, "logprobs": True, "top_logprobs": 1}
         else:
             asked.prompt = fields["prompt"] = PROMPT
         plain = await made.Generate(asked, Context())
@@ -64,6 +64,8 @@ async def test_an_answer_is_the_one_of_the_grpc_api(chat: bool) -> None:
         [one] = streamed["choices"].values()
         assert (one["text"], one["roles"], one["reasons"]) == (plain.text, int(chat), ["length"])
         assert streamed["usages"] == [30]
+        told = choice["logprobs"]["content"] if chat else []
+        assert (len(told), one["logprobs"]) == (30 * chat, told)
         assert all(chunk["usage"] is None for chunk in events(answer)[:-1])
 
 

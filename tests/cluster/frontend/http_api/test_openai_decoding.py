@@ -28,6 +28,7 @@ from protos import lockstep_pb2 as pb
 from replicas.demo import TARGET_DIR
 from tests.cluster.frontend.http_rig import (
     TEXT,
+    WEATHER,
     beginning,
     events,
     http_frontend,
@@ -42,15 +43,7 @@ from tests.cluster.frontend.rig import PROMPT as WORDS, PROMPT_IDS as WORD_IDS, 
 from tests.cluster.scripted import joined
 
 PROMPT = "def add(a, b):\n"
-SCHEMA = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 8},
-        "size": {"type": "integer", "minimum": 0, "maximum": 99},
-    },
-    "required": ["name", "size"],
-    "additionalProperties": False,
-}
+SCHEMA = WEATHER["parameters"]
 
 
 async def whole(app: FastAPI, **fields: Any) -> dict[str, Any]:

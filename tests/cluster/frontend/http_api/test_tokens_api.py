@@ -111,6 +111,14 @@ def test_tokens_that_llguidance_cannot_read_have_names_and_no_structures() -> No
 
 async def test_no_request_waits_for_the_names(monkeypatch: pytest.MonkeyPatch) -> None:
     made_of: list[object] = []
-    monkeypatch.setattr(decoding, "Grammars", lambda *args: made_of.append(args))
-    async with http_frontend(replicas=0):
+
+    class Counted(decoding.Grammars):
+        def __init__(self, *args: Any) -> None:
+            made_of.append(args)
+            super().__init__(*args)
+
+    monkeypatch.setattr(decoding, "Grammars", Counted)
+    async with http_frontend() as app:
+        assert len(made_of) == 1
+        await post(app, "completions", prompt=PROMPT, echo=True, logprobs=1, max_tokens=1)
         assert len(made_of) == 1

@@ -168,6 +168,8 @@ async def test_calls_have_the_arguments_of_their_schema(template: str | dict[str
             "temperature": 1,
             "seed": 4,
             "parallel_tool_calls": False,
+            "logprobs": True,
+            "return_token_ids": True,
         }
         named = {"type": "function", "function": {"name": "weather"}}
         # A strict tool binds what is called, but not whether.
@@ -196,6 +198,8 @@ async def test_calls_have_the_arguments_of_their_schema(template: str | dict[str
         [one] = together(numbered(streamed))["choices"].values()
         assert one["calls"] == {0: [called["name"], called["arguments"]]}
         assert not one["text"]
+        assert one["logprobs"] == choices[0]["logprobs"]["content"]
+        assert len(one["logprobs"]) == len(one["ids"]) == len(choices[0]["token_ids"])
         turn = choices[0]["message"]
         result = {"role": "tool", "tool_call_id": turn["tool_calls"][0]["id"], "content": "5"}
         # gRPC gives the same calls, also in a stream.
