@@ -100,9 +100,10 @@ class PoolPolicy:
         """Raises what Ray raises where a shard does not answer."""
         now_s = self._clock()
         if self._asked:
-            all_here = all(answer.done() for answer in self._asked)
-            if not all_here and now_s - self._asked_s < _ANSWER_S:
-                return None
+            if not all(answer.done() for answer in self._asked):
+                if now_s - self._asked_s < _ANSWER_S:
+                    return None
+                raise TimeoutError(f"no answer within {_ANSWER_S:g} s")
             asked, self._asked = self._asked, []
             return [answer.result(timeout=0).status for answer in asked]
         if now_s - self._asked_s >= LOOK_S:

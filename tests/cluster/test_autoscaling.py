@@ -103,7 +103,9 @@ def test_the_number_follows_what_all_shards_say(monkeypatch: pytest.MonkeyPatch)
     assert pools.found == ["0", "1"], "once"
 
 
-def test_nothing_is_removed_for_what_cannot_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_removed_for_what_cannot_be_seen(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """Idle before and after, and nobody knows what was between: no answer of one, or one that makes
     no sense. They are asked once a look, and looked for again where one does not answer."""
     pools = Pools(None, pool_of(0))
@@ -118,6 +120,7 @@ def test_nothing_is_removed_for_what_cannot_be_seen(monkeypatch: pytest.MonkeyPa
         pools.says[0] = unseen.get(now_s, pool_of(0))
         seen.append(settle(policy, 3))
     assert seen == [3, 3, 3, 3, 3, 3, 3, 2]
+    assert "the pool does not answer: no answer within 2 s" in caplog.text
     assert pools.asked_s == [now_s for now_s in looks for _shard in pools.says]
     assert len(pools.found) == 8
 
