@@ -64,10 +64,7 @@ def test_every_call_gives_up_within_its_bounds(
     deadline_s: float | None,
 ) -> None:
     policy = RetryPolicy(
-        attempts_max=attempts_max,
-        give_up_s=give_up_s,
-        backoff_s=backoff_s,
-        backoff_s_max=longest_s,
+        attempts_max=attempts_max, give_up_s=give_up_s, backoff_s=backoff_s, backoff_s_max=longest_s
     )
     luck = itertools.cycle(draws)
     attempts = Attempts(policy, 50.0, (deadline_s, None), lambda: next(luck))

@@ -250,17 +250,12 @@ async def test_what_no_replica_holds_is_refused_with_its_field() -> None:
         lives = [s.submit(prompt, LONG) for prompt in PROMPTS]
         for live in lives:
             await live.ended.wait()
-            assert (live.reject.code, live.reject.field) == (
-                RejectCode.INVALID,
-                "max_new_tokens",
-            )
+            assert (live.reject.code, live.reject.field) == (RejectCode.INVALID, "max_new_tokens")
         assert s.live() == [0, 0]
 
 
 @pytest.mark.parametrize("elsewhere_first", [False, True])
-async def test_requests_follow_the_last_large_replica(
-    elsewhere_first: bool,
-) -> None:
+async def test_requests_follow_the_last_large_replica(elsewhere_first: bool) -> None:
     """A shard that serves all else is no place to wait in, be the large one elsewhere there already
     or still to come."""
     async with unlike([SMALL_BLOCKS, 2000], [2000] if elsewhere_first else []) as s:
