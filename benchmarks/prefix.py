@@ -39,6 +39,7 @@ def serve(
     send = over_engine(engine, requests.__getitem__)
     extent = Extent(requests=len(requests))
     summary = summarise(asyncio.run(drive(send, Closed(in_flight), extent)))
+    assert not summary.failed
     assert summary.ttft_s is not None, "no request gets tokens"
     figures = engine.scheduler.snapshot().figures
     found = {

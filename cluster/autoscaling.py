@@ -3,7 +3,7 @@
 Serve's controller makes one `PoolPolicy` for the replica deployment and calls it in its control
 loop, ten times a second. Replicas cannot report while there are none, and Serve hears of a custom
 figure only every ten seconds; so the policy asks the pool's actor, which lives as long as a
-frontend does. It waits for no answer: between two answers the number stays.
+frontend does. It waits for no search and no answer: between two answers the number stays.
 
 Serve takes the class's code along by value, and the modules that it imports from the environment of
 the controller.
@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
 
 import ray
@@ -61,8 +61,10 @@ class PoolPolicy:
         self._clock = clock
         self._meter = CapacityMeter(self.config.tokens_per_s, rows_max)
         self._state = ScalingState()
-        self._actors: list[Any] = []
+        self._actors: Future[list[Any]] | None = None
         """The pools; found again after each failure."""
+        self._search = ThreadPoolExecutor(1)
+        """For that: Ray's control plane may take a minute to answer."""
         self._asked: list[Future[PoolView]] = []
         """Their answers that are waited for; none where no look is under way."""
         self._asked_s = float("-inf")
@@ -83,7 +85,7 @@ class PoolPolicy:
         try:
             answer = self._look()
         except Exception as error:
-            self._actors, self._asked = [], []
+            self._actors, self._asked = None, []
             self._state = unseen(self._state, self._clock())
             if self._answers:
                 log.warning("autoscaling: the pool does not answer: %s", error)
@@ -98,18 +100,23 @@ class PoolPolicy:
         """Raises what Ray raises where a shard does not answer."""
         now_s = self._clock()
         if self._asked:
-            all_here = all(answer.done() for answer in self._asked)
-            if not all_here and now_s - self._asked_s < _ANSWER_S:
-                return None
+            if not all(answer.done() for answer in self._asked):
+                if now_s - self._asked_s < _ANSWER_S:
+                    return None
+                raise TimeoutError(f"no answer within {_ANSWER_S:g} s")
             asked, self._asked = self._asked, []
             return [answer.result(timeout=0).status for answer in asked]
         if now_s - self._asked_s >= LOOK_S:
-            self._asked_s = now_s
-            self._actors = self._actors or [
-                ray.get_actor(name, namespace=NAMESPACE) for name in self._names
-            ]
-            self._asked = [actor.status.remote().future() for actor in self._actors]
+            self._actors = self._actors or self._search.submit(self._find)
+            if self._actors.done():
+                self._asked_s = now_s
+                self._asked = [actor.status.remote().future() for actor in self._actors.result()]
+            else:
+                self._state = unseen(self._state, now_s)
         return None
+
+    def _find(self) -> list[Any]:
+        return [ray.get_actor(name, namespace=NAMESPACE) for name in self._names]
 
     def _decide(self, shards: Sequence[PoolStatus], wanted: int) -> int:
         status = merged_status(shards)

@@ -209,13 +209,14 @@ def _run(
 
 
 def transformers_model(config: ReplicaConfig, name: str, role: str = "target") -> Any:
-    """A model as transformers loads it, on the device of `config`. Raises OSError."""
+    """A model as transformers loads it, on the device of `config`. Raises OSError and
+    PairRefused."""
     import torch
 
     from replicas.models.load import dtype_name, read_model, resolve, resolve_device
 
     path = resolve(name, role, dtype_name(config))
-    model: Any = read_model(path, config)
+    model: Any = read_model(path, config, role)
     device = resolve_device(config.device)
     if device.type == "cuda":
         # cuDNN's attention takes a good part of a second for every new shape of a prompt.

@@ -227,7 +227,8 @@ class PoolActor:
             self._tell_frontends()
         told = 0
         if self._config.shards > 1:
-            # One that moves from shard to shard may be in none of them at the moment.
+            # One that moves from shard to shard may be in none of them at the moment. Frontends say
+            # what they have with each beat, so a stop may hear of the last one's end a beat later.
             told = sum(frontend.unfinished for frontend in self.frontends.values())
         age_s = self._clock() - self._started_s
         return StopReply(max(self.scheduler.snapshot().live, told), age_s > self._config.lease_s)
@@ -334,6 +335,9 @@ class PoolActor:
         frontend = self.frontends.pop(session)
         frontend.close()
         log.warning("frontend %s %s; %d requests cancelled", session, why, len(frontend.requests))
-        for request_id in frontend.requests:
+        lost = list(frontend.requests)
+        # All before the first step, which may end others of them: by their deadlines.
+        for request_id in lost:
             self._owners.pop(request_id, None)
+        for request_id in lost:
             self._step(Cancel(request_id))

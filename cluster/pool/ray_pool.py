@@ -143,14 +143,15 @@ class RayPool:
         """
         if self._opening is None:
             self._opening = asyncio.create_task(asyncio.to_thread(self._open_actor))
-        opening = self._opening
-        try:
-            async with asyncio.timeout(_ANSWER_S):
-                self._actor = await asyncio.shield(opening)
-                return self._actor
-        finally:
-            if opening.done() and opening is self._opening:
-                self._opening = None
+            self._opening.add_done_callback(self._found_or_not)
+        async with asyncio.timeout(_ANSWER_S):
+            return await asyncio.shield(self._opening)
+
+    def _found_or_not(self, task: asyncio.Task[ActorHandle]) -> None:
+        self._opening = None
+        # What waited for it has the error, if anything did.
+        if not task.cancelled() and task.exception() is None:
+            self._actor = task.result()
 
 
 def stop_pools(actors: Sequence[ActorHandle], grace_s: float) -> None:

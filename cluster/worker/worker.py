@@ -105,6 +105,7 @@ class Worker:
         """The replica broke in the middle of a batch of this membership; the thread writes it."""
         self._failures = dict.fromkeys(BatchKind, 0)
         """Batches of each kind that failed since one of that kind was done."""
+        self._drained = asyncio.Event()
         self._draining = False
         self._something_new = asyncio.Event()
         self._stream: Stream | None = None
@@ -121,7 +122,9 @@ class Worker:
         )
         self._thread.start()
         self._spec = await asyncio.wrap_future(loaded)
-        self._member = self._loop.create_task(self._serve())
+        self._member = self._loop.create_task(self._serve_forever())
+        # Nothing is left to drain then.
+        self._member.add_done_callback(lambda _task: self._drained.set())
         return self._spec
 
     def move_to(self, shard: int) -> None:
@@ -134,7 +137,7 @@ class Worker:
     def check(self) -> None:
         """Raises ReplicaUnhealthy when the process cannot serve: broken, hanging or refused."""
         self._check_batches()
-        if self._member.done() and not self._draining:
+        if self._member.done():
             error = None if self._member.cancelled() else self._member.exception()
             raise ReplicaUnhealthy(f"its loop has died: {error}") from error
 
@@ -156,8 +159,11 @@ class Worker:
         """Hand back the residents, finish the batches in hand, leave the pool, end the thread."""
         self._draining = True
         self._something_new.set()
-        _, drains = await asyncio.wait([self._member], timeout=self._drain_s)
-        if drains:
+        try:
+            async with asyncio.timeout(self._drain_s):
+                if not self._member.done():
+                    await self._drained.wait()
+        except TimeoutError:
             log.warning("replica %s leaves without being drained", self.replica_id)
         if self._stream is not None:
             self._stream.send(LeaveNote())
@@ -171,8 +177,7 @@ class Worker:
 
     # ------------------------------------------------------------------ event loop
 
-    async def _serve(self) -> None:
-        """Until this replica is to go: to join anew then would only draw new work to it."""
+    async def _serve_forever(self) -> None:
         while not self._draining:
             try:
                 await self._serve_one_membership()
@@ -187,10 +192,12 @@ class Worker:
                 # The health check will say so, too; a bug must not look like a silent replica.
                 log.exception("replica %s: its loop has failed", self.replica_id)
                 raise
+        # It is about to end: to join anew would only draw new work to it.
+        self._drained.set()
+        await asyncio.Event().wait()
 
     async def _serve_one_membership(self) -> None:
-        """Join under a new id and serve until this replica is handed over to another shard or to
-        its end. Raises StreamLost where the pool ends the stream.
+        """Join under a new id and serve until the pool ends the stream, or another one is due.
 
         Raises ReplicaUnhealthy, having left the pool, when this replica should be replaced.
         """
@@ -205,56 +212,61 @@ class Worker:
             raise ReplicaUnhealthy(refused)
         stream = await pool.connect(WORKER, self.replica_id)
         log.info("replica %s has joined its pool", self.replica_id)
-        attending = self._loop.create_task(self._attend(stream, shard))
+        handed_over = asyncio.Event()
+        reading = self._loop.create_task(self._read(stream, handed_over))
+        reading.add_done_callback(self._read_all)
         try:
             self._stream = stream
-            await self._read(stream)
-        except StreamLost:
-            self._check_batches()
-            raise
+            while not handed_over.is_set():
+                if reading.done():
+                    reading.result()
+                    raise StreamLost("the pool has ended it")
+                await self._attend(stream, shard)
+            stream.send(LeaveNote())
         finally:
             self._stream = None
-            attending.cancel()
             await stream.close()
+            reading.cancel()
 
     async def _attend(self, stream: Stream, shard: int) -> None:
-        """Show that this process lives, drain if another shard is due, and wait for something new,
-        until this replica should be replaced: then leave the pool and end the stream."""
-        while True:
-            self._something_new.clear()
-            try:
-                self._check_batches()
-            except ReplicaUnhealthy as unhealthy:
-                stream.send(LeaveNote(unhealthy.by_batch))
-                await stream.close()
-                return
-            if self._draining or self._shard != shard:
-                stream.send(DrainNote())
-            stream.send(Beat())
-            try:
-                async with asyncio.timeout(self._beat_s):
-                    await self._something_new.wait()
-            except TimeoutError:
-                pass
+        """Show that this process lives, drain if another shard is due, and wait for something new.
 
-    async def _read(self, stream: Stream) -> None:
-        """Until the pool has nothing of this replica any more. Raises StreamLost where the stream
-        ends before that."""
-        handed_over = False
+        Raises ReplicaUnhealthy, having left the pool.
+        """
+        self._something_new.clear()
+        try:
+            self._check_batches()
+        except ReplicaUnhealthy as unhealthy:
+            stream.send(LeaveNote(unhealthy.by_batch))
+            raise
+        if self._draining or self._shard != shard:
+            stream.send(DrainNote())
+        stream.send(Beat())
+        try:
+            async with asyncio.timeout(self._beat_s):
+                await self._something_new.wait()
+        except TimeoutError:
+            pass
+
+    async def _read(self, stream: Stream, handed_over: asyncio.Event) -> None:
+        """Until the pool ends the stream. Raises StreamLost where it breaks."""
         async for messages in stream.frames():
             for message in messages:
                 match message:
                     case Interrupt(_, batch_id):
                         self._interrupted = max(self._interrupted, batch_id)
                     case DrainNote():
-                        handed_over = True
-                        stream.send(LeaveNote())
+                        handed_over.set()
+                        self._something_new.set()
                     case Release(_, sequence_ids):
                         self._jobs.put(partial(self._release, sequence_ids=sequence_ids))
                     case Batch():
                         self._jobs.put(partial(self._run, batch=message))
-        if not handed_over:
-            raise StreamLost("the pool has ended it")
+
+    def _read_all(self, reading: asyncio.Task[None]) -> None:
+        if not reading.cancelled():
+            reading.exception()  # which counts no more where this replica has left
+        self._something_new.set()
 
     def _finished(self, batch: Batch, result: StepResult | StepFailed) -> None:
         if result.replica_id != self.replica_id or self._stream is None:

@@ -145,7 +145,8 @@ class ModelSource(DraftSource):
     def load(self, config: ReplicaConfig, device: torch.device) -> ModelSource:
         path = resolve(self.name, "draft", dtype_name(config), config.drafting_field)
         # A planted draft always follows the map: acceptance is the target's business.
-        return replace(self, model=load_model(path, config, device, 1.0))
+        model = load_model(path, config, device, 1.0, config.drafting_field)
+        return replace(self, model=model)
 
     def drafter(self, target: PreTrainedModel, config: ReplicaConfig, plan: MemoryPlan) -> Drafter:
         sizes = (plan.kv_blocks, plan.pair.context_len, plan.prepack)

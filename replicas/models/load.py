@@ -131,22 +131,25 @@ def load_model(
     config: ReplicaConfig,
     device: torch.device,
     acceptance: float,
+    field: str,
     divide: Callable[[PreTrainedModel], None] = lambda model: None,
 ) -> PreTrainedModel:
     if is_planted(path):
         model = plant(path, device, dtype_of(config), ATTENTION, acceptance)
         divide(model)
         return model
-    model = read_model(path, config, ATTENTION)
+    model = read_model(path, config, field, ATTENTION)
     # Here still on the CPU: the device needs room for a part only.
     divide(model)
     return model.to(device)
 
 
-def read_model(path: str, config: ReplicaConfig, attention: str | None = None) -> PreTrainedModel:
+def read_model(
+    path: str, config: ReplicaConfig, field: str, attention: str | None = None
+) -> PreTrainedModel:
     """The model on the CPU. Raises what `load_config` raises, and PairRefused where a package is
     missing that transformers needs for it."""
-    of_model, dtype = load_config(path, config, "model"), dtype_of(config)
+    of_model, dtype = load_config(path, config, field), dtype_of(config)
     quantized = hasattr(of_model, "quantization_config")
     try:
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(

@@ -97,7 +97,7 @@ def load_pair(config: ReplicaConfig, read: Pair | None = None) -> Pair:
     path = resolve(config.target, "target", dtype_name(config))
     draft = None if read.draft is None else read.draft.load(config, device)
     divide = partial(keep_own_part, rank=rank, ranks=config.tensor_parallel)
-    target = load_model(path, config, device, ACCEPTANCE, divide)
+    target = load_model(path, config, device, ACCEPTANCE, "target", divide)
     return replace(read, target=target, draft=draft, device=device)
 
 

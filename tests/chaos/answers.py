@@ -6,8 +6,8 @@ every limit, stop token and stop string.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from cluster.config import ClusterConfig
 from cluster.frontend.target_text import TargetText
@@ -29,6 +29,9 @@ class Answer:
     text: str
     reason: int
     """pb.FinishReason."""
+    text_after: Callable[[int], str] = field(compare=False, repr=False)
+    """The text of an answer that ends for another reason after so many of the tokens: without what
+    is held back of them, for whoever continues gets that."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,12 @@ def cut(
         rest = stream.finish()
         said, stop = said + rest.text, rest.stop
     tokens = tokens[: piece.tokens]
-    return Answer(tokens, said, reason if stop is None else pb.FINISH_REASON_STOP)
+    return Answer(
+        tokens,
+        said,
+        reason if stop is None else pb.FINISH_REASON_STOP,
+        lambda count: TextStream(text.tokenizer, base.prompt, stops).push(tokens[:count]).text,
+    )
 
 
 def fake_bases(prompts: Sequence[Sequence[int]], count: int = TOKENS_MAX) -> list[Base]:

@@ -88,6 +88,8 @@ class Outcome:
         if self.end is None and self.cancelled:
             return Verdict.CANCELLED
         if self.code is not grpc.StatusCode.OK:
+            if self.end is not None and self.text != right.text_after(len(tokens)):
+                return Verdict.WRONG
             return Verdict.DEADLINE if self._deadline_passed() else Verdict.LOST
         if self.end is None:
             return Verdict.LOST

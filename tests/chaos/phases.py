@@ -74,11 +74,7 @@ def real_phase(rng: Random, seconds: float, kinds: Sequence[Kind], directory: Pa
 
     target, draft = write_pair(directory)
     config = cluster_config(
-        replicas=2,
-        target=str(target),
-        draft=str(draft),
-        kv_memory_mb=16,
-        frontend={"number": 2},
+        replicas=2, target=str(target), draft=str(draft), kv_memory_mb=16, frontend={"number": 2}
     )
     text = TargetText.load(config.replica)
     prompts = draw_prompts(rng, text, REAL_PROMPTS)

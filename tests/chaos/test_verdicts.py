@@ -60,6 +60,8 @@ ROWS = [
     ("cancelled before the end", cut_off(3, cancelled=True), Verdict.CANCELLED),
     ("cancelled with nothing", cut_off(0, cancelled=True), Verdict.CANCELLED),
     ("its deadline passed", cut_off(3, code=DEADLINE, timeout_s=1.0), Verdict.DEADLINE),
+    ("an end, deadline passed", outcome(code=DEADLINE, timeout_s=1.0), Verdict.DEADLINE),
+    ("its text missing", outcome(code=DEADLINE, timeout_s=1.0, text=""), Verdict.WRONG),
     ("a deadline it did not set", cut_off(3, code=DEADLINE), Verdict.LOST),
     ("a deadline too early", cut_off(3, code=DEADLINE, timeout_s=5.0), Verdict.LOST),
     ("an error", cut_off(3, code=grpc.StatusCode.INTERNAL), Verdict.LOST),

@@ -6,6 +6,7 @@ tests/integration/failures/test_processes.py.
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
@@ -41,9 +42,12 @@ class Pools:
         self.found: list[str] = []
         self.asked_s: list[float] = []
         self.clock = Clock()
+        self.finds = threading.Event()
+        self.finds.set()
 
     def get_actor(self, name: str, namespace: str) -> Any:
         self.found.append(name)
+        assert self.finds.wait(20)
         return SimpleNamespace(status=SimpleNamespace(remote=lambda: self._ask(int(name))))
 
     def _ask(self, shard: int) -> Any:
@@ -69,9 +73,10 @@ def decide(policy: PoolPolicy, target: int) -> int:
 
 
 def settle(policy: PoolPolicy, target: int) -> int:
-    """Give up what is late, ask, and take what was answered into account."""
-    for _ in range(3):
+    """Give up what is late, find, ask, and take what was answered into account."""
+    for _ in range(4):
         target = decide(policy, target)
+        policy._search.submit(int).result()
     return target
 
 
@@ -82,6 +87,11 @@ def pool_of(tokens: int, waiting: int = 0) -> PoolStatus:
 def test_the_number_follows_what_all_shards_say(monkeypatch: pytest.MonkeyPatch) -> None:
     pools = Pools(None, pool_of(0))
     policy = pools.policy(monkeypatch)
+    pools.finds.clear()
+    for now_s in (-70, -5):
+        pools.clock.now_s = float(now_s)
+        assert decide(policy, 2) == 2, "it waits for no search"
+    pools.finds.set()
     target = 0
     seen = []
     for now_s, tokens in [(0, 0), (1, 5), (2, 2500), (3, 2500), (4, 0), (23, 0), (24, 0), (90, 0)]:
@@ -93,10 +103,12 @@ def test_the_number_follows_what_all_shards_say(monkeypatch: pytest.MonkeyPatch)
     assert pools.found == ["0", "1"], "once"
 
 
-def test_nothing_is_removed_for_what_cannot_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Idle before and after, and nobody knows what was between: no answer, or one that makes no
-    sense. It is asked once a look, and looked for again where it does not answer."""
-    pools = Pools(None)
+def test_nothing_is_removed_for_what_cannot_be_seen(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Idle before and after, and nobody knows what was between: no answer of one, or one that makes
+    no sense. They are asked once a look, and looked for again where one does not answer."""
+    pools = Pools(None, pool_of(0))
     policy = pools.policy(monkeypatch)
     gone: Any = ValueError("the actor died")
     odd: Any = "no status"
@@ -108,8 +120,9 @@ def test_nothing_is_removed_for_what_cannot_be_seen(monkeypatch: pytest.MonkeyPa
         pools.says[0] = unseen.get(now_s, pool_of(0))
         seen.append(settle(policy, 3))
     assert seen == [3, 3, 3, 3, 3, 3, 3, 2]
-    assert pools.asked_s == looks
-    assert len(pools.found) == 4
+    assert "the pool does not answer: no answer within 2 s" in caplog.text
+    assert pools.asked_s == [now_s for now_s in looks for _shard in pools.says]
+    assert len(pools.found) == 8
 
 
 def test_the_policy_reaches_the_controller_by_pickle_and_kwargs() -> None:

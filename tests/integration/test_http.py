@@ -87,9 +87,7 @@ def test_a_reader_that_goes_holds_nothing(cluster: HostedCluster, way: str) -> N
     cluster.wait_until_idle(BOUND_S)
 
 
-def test_a_body_of_all_bytes_that_are_allowed_may_come_slowly(
-    cluster: HostedCluster,
-) -> None:
+def test_a_body_of_all_bytes_that_are_allowed_may_come_slowly(cluster: HostedCluster) -> None:
     most = cluster.config.frontend.message_bytes_max
     for size, status in ((most, b"200"), (most + 1, b"400")):
         data = request(asked(cluster).ljust(size))

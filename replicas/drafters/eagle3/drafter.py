@@ -94,7 +94,9 @@ class Eagle3Drafter:
             new = seen.committed[index] if seen.committed else content[begin + 1 : end + 1]
             row.tokens += new
             if new:
-                row.taps.append([tap[first : first + end - begin] for tap in seen.taps])
+                parts = [tap[first : first + end - begin] for tap in seen.taps]
+                # A single position may be kept, and the next pass writes where a recording's are.
+                row.taps.append([tap.clone() for tap in parts] if end - begin == 1 else parts)
             first += end - begin
         drafting = seen.drafted is None or any(drafted)
         if drafting or any(len(self._rows[id].tokens) >= TOGETHER for id in seen.ids):

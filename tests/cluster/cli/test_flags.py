@@ -199,10 +199,7 @@ def test_of_a_key_the_settings_have_the_hash(
         (["--seed", str(2**63)], "--seed: must be below 9223372036854775808"),
         (["--api-key", "a b"], "--api-key: an API key is one word"),
         (["--chat-template", "nowhere.jinja"], "nowhere.jinja"),
-        (
-            ["--config", "FOLDER/wrong.yaml"],
-            "scheduler.rows: unknown name; did you mean rows_max?",
-        ),
+        (["--config", "FOLDER/wrong.yaml"], "scheduler.rows: unknown name; did you mean rows_max?"),
         (["--api-key", "a", "--allow-anyone"], "api_key_sha256 and allow_anyone contradict"),
     ],
 )

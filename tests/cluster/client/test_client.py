@@ -49,6 +49,7 @@ FINAL = [
 BREAKING = dict.fromkeys(code for code, _ in BREAKS)
 Trailing = tuple[tuple[str, str], ...]
 Reads = Callable[[str, pb.GenerateRequest], tuple[list[pb.GenerateChunk], int]]
+KEY = "secret"
 MARKED = ((FINAL_KEY, "1"),)
 
 
@@ -75,15 +76,19 @@ def read(client: Client, request: pb.GenerateRequest) -> list[pb.GenerateChunk]:
     return list(client.stream(request))
 
 
+def keys_of(script: Script) -> list[str]:
+    return [metadata["authorization"] for metadata in script.metadata]
+
+
 def by_blocking(address: str, request: pb.GenerateRequest) -> tuple[list[pb.GenerateChunk], int]:
     """The chunks of a stream, and how often it was asked again."""
-    with Client(address, retry=QUICK) as client:
+    with Client(address, KEY, retry=QUICK) as client:
         return read(client, request), client.retries
 
 
 def by_asyncio(address: str, request: pb.GenerateRequest) -> tuple[list[pb.GenerateChunk], int]:
     async def test() -> tuple[list[pb.GenerateChunk], int]:
-        async with AsyncClient(address, retry=QUICK) as client, asyncio.timeout(100):
+        async with AsyncClient(address, KEY, retry=QUICK) as client, asyncio.timeout(100):
             return [chunk async for chunk in client.stream(request)], client.retries
 
     return asyncio.run(test())
@@ -106,6 +111,7 @@ def test_a_stream_that_breaks_anywhere_reads_like_one_that_did_not(
     assert str(request) == before, "the caller's own is left as it is"
     assert joined(chunks) == whole
     assert retries == len(script.asked) - 1
+    assert keys_of(script) == [f"Bearer {KEY}"] * len(script.asked)
     assert all(chunk.text or chunk.token_ids or chunk.HasField("end") for chunk in chunks)
     assert [chunk.HasField("end") for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
     end = chunks[-1].end
@@ -191,8 +197,9 @@ def test_a_unary_call_is_repeated_with_one_seed_of_its_own(first: Running) -> No
         first.server.script = Script(perfect(PROMPT_IDS, 9), cuts=list(cuts))
         request = pb.GenerateRequest(prompt=PROMPT, temperature=temperature, timeout_s=50)
         before = str(request)
-        with Client(first.address, retry=QUICK) as client:
+        with Client(first.address, KEY, retry=QUICK) as client:
             answer = client.generate(request)
+        assert keys_of(first.server.script) == [f"Bearer {KEY}"] * 3
         assert str(request) == before, "the caller's own is left as it is"
         asked = first.server.script.asked
         assert list(answer.token_ids) == perfect(PROMPT_IDS, 9)
@@ -242,16 +249,6 @@ def test_a_bad_time_limit_reaches_the_server_as_it_is(first: Running) -> None:
 
 
 # --------------------------------------------------------------------------- the rest
-
-
-def test_the_key_goes_with_every_call(first: Running) -> None:
-    first.server.script = Script(perfect(PROMPT_IDS, 5), cuts=[(1, *BREAKS[0])])
-    with Client(first.address, api_key="secret", retry=QUICK) as client:
-        read(client, pb.GenerateRequest(prompt=PROMPT))
-        client.generate(pb.GenerateRequest(prompt=PROMPT))
-    seen = first.server.script.metadata
-    assert len(seen) == 3
-    assert all(metadata["authorization"] == "Bearer secret" for metadata in seen)
 
 
 def test_closing_a_stream_cancels_it_and_asks_nothing_more(first: Running) -> None:

@@ -64,10 +64,7 @@ def test_every_call_gives_up_within_its_bounds(
     deadline_s: float | None,
 ) -> None:
     policy = RetryPolicy(
-        attempts_max=attempts_max,
-        give_up_s=give_up_s,
-        backoff_s=backoff_s,
-        backoff_s_max=longest_s,
+        attempts_max=attempts_max, give_up_s=give_up_s, backoff_s=backoff_s, backoff_s_max=longest_s
     )
     luck = itertools.cycle(draws)
     attempts = Attempts(policy, 50.0, (deadline_s, None), lambda: next(luck))
@@ -92,6 +89,9 @@ def test_progress_starts_the_count_of_failures_anew_and_time_of_service_is_none_
         attempts.progress()
     assert attempts.pause_s(LOST, 1300, reached=True) is not None
     assert attempts.pause_s(LOST, 1300, reached=True) is None
+    fruitless = Attempts(RetryPolicy(give_up_s=60), 0.0)
+    for now_s in (200, 300, 450):
+        assert fruitless.pause_s(LOST, now_s, reached=True) is not None
 
 
 @given(

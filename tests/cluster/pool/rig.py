@@ -56,12 +56,7 @@ class Cluster:
     """Pools that can be lost or replaced, one frontend's sessions to all of them, and replicas."""
 
     def __init__(
-        self,
-        shards: int,
-        config: ClusterConfig,
-        loss: float,
-        seed: int,
-        **options: Any,
+        self, shards: int, config: ClusterConfig, loss: float, seed: int, **options: Any
     ) -> None:
         self.config = config = with_pool(config, shards=shards)
         self.wires = [Wire(config, loss, seed + shard, **options) for shard in range(shards)]

@@ -7,11 +7,11 @@ The handle is a fake one; no Ray runs.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import re
 import threading
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 from ray.exceptions import (
@@ -24,8 +24,9 @@ from ray.exceptions import (
 )
 
 from cluster.config_sources import from_args
-from cluster.pool.protocol import PoolUnreachable
+from cluster.pool.protocol import WORKER, PoolUnreachable
 from cluster.pool.ray_pool import RayPool, open_pool
+from cluster.transport import Server
 
 
 def handle(error: Exception | None = None) -> Any:
@@ -62,6 +63,20 @@ async def test_a_lost_call_and_a_fault_of_the_pool_are_a_pool_that_does_not_answ
         await RayPool(lambda: handle(error)).status()
 
 
+async def test_a_stream_begins_where_the_pool_says_that_it_is_now() -> None:
+    """Each restart has another port; one that is closed is a pool that does not answer."""
+    servers = [Server({WORKER: AsyncMock()}) for _ in range(2)]
+    endpoint = SimpleNamespace(remote=lambda pem: servers[0].endpoint("127.0.0.1", pem))
+    pool = RayPool(lambda: SimpleNamespace(endpoint=endpoint))  # type: ignore[arg-type, return-value]
+    await (await pool.connect(WORKER, "r")).close()
+    await servers[0].close()
+    with pytest.raises(PoolUnreachable, match="no connection to"):
+        await pool.connect(WORKER, "r")
+    del servers[0]
+    await (await pool.connect(WORKER, "r")).close()
+    await servers[0].close()
+
+
 def test_a_search_for_the_actor_keeps_no_call_is_made_once_and_begins_again_when_it_fails(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -83,12 +98,12 @@ def test_a_search_for_the_actor_keeps_no_call_is_made_once_and_begins_again_when
         answers = await asyncio.gather(*calls, return_exceptions=True)
         assert all(isinstance(answer, PoolUnreachable) for answer in answers)
         assert len(searches) <= 1
+        opening = pool._opening
+        assert opening is not None
         go_on.set()
-        async with asyncio.timeout(100):
-            while True:
-                with contextlib.suppress(PoolUnreachable):
-                    assert await pool.status() == "up"
-                    break
+        await asyncio.wait([opening])
+        monkeypatch.setattr("cluster.pool.ray_pool._ANSWER_S", 100)
+        assert await pool.status() == "up", "of a failure that nobody waited for"
         assert len(searches) == 2
 
     try:

@@ -16,7 +16,7 @@ import pytest
 from cluster.pool.actor import PoolActor
 from cluster.pool.in_flight import InFlightRequest
 from cluster.pool.protocol import FRONTEND, WORKER
-from scheduler.messages import Action, Event, FinishReason, ReplicaLost, StepDone, Submit
+from scheduler.messages import Action, Event, FinishReason, ReplicaLost, Request, StepDone, Submit
 from scheduler.scheduler import Scheduler
 from tests.cluster.fakes import Clock, FakeReplica, perfect
 from tests.cluster.pool.rig import CONFIG, check, prompts, shards, with_pool
@@ -117,6 +117,20 @@ async def test_a_pool_that_itself_stood_still_takes_no_peer_for_lost() -> None:
         clock.now_s += CONFIG.pool.lease_s / 10
         wire.actor.tick()
     assert (wire.replicas, wire.frontends) == ([], [])
+    wire.close()
+
+
+async def test_all_requests_of_a_frontend_end_with_it_though_one_of_them_is_overdue() -> None:
+    clock = Clock()
+    wire = Wire(CONFIG, clock=clock)
+    frontend = await wire.connect(FRONTEND, "f")
+    for number in range(9):
+        frontend.send(Submit(Request(str(number), (5, 6), 9, timeout_s=1 + (number != 4))))
+    await until(lambda: wire.snapshot.live == 9)
+    clock.now_s += 1.5
+    wire.break_streams()
+    await until(lambda: not wire.frontends)
+    assert wire.snapshot.live == 0
     wire.close()
 
 

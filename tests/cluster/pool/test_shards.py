@@ -41,14 +41,6 @@ async def unlike(*blocks: list[int]) -> AsyncIterator[Cluster]:
         yield s
 
 
-async def test_requests_are_shared_by_replicas_and_answered_right() -> None:
-    async with shards(1, 3) as s:
-        lives = [s.submit(prompt, 40) for prompt in PROMPTS]
-        assert [sum(live.shard == n for live in lives) for n in (0, 1)] == [6, 18]
-        await check(lives)
-        assert s.live() == [0, 0]
-
-
 async def test_a_request_that_cannot_be_sent_is_refused_and_leaves_nothing() -> None:
     async with shards(1, 1) as s:
         for request in (Request("x", (5, 6), 9, decoding=object()), Request("x", (2**64,), 9)):
@@ -175,7 +167,7 @@ async def test_deaths_of_replicas_are_counted_over_all_shards() -> None:
             one.let_go.set()
 
 
-async def test_all_shards_look_like_one_pool_but_for_those_that_hang(
+async def test_replicas_share_requests_and_all_shards_look_like_one_pool_but_for_those_that_hang(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def hangs() -> PoolView:
@@ -186,7 +178,9 @@ async def test_all_shards_look_like_one_pool_but_for_those_that_hang(
         raise ValueError("a fault")
 
     async with shards(1, 2) as s:
-        await check([s.submit(prompt, 20) for prompt in PROMPTS])
+        lives = [s.submit(prompt, 20) for prompt in PROMPTS]
+        assert [live.shard for live in lives].count(1) == len(PROMPTS) * 2 / 3
+        await check(lives)
         first, second = s.config.pool_names
         assert first != second
         status = to_status(await s.router.status())
@@ -250,17 +244,12 @@ async def test_what_no_replica_holds_is_refused_with_its_field() -> None:
         lives = [s.submit(prompt, LONG) for prompt in PROMPTS]
         for live in lives:
             await live.ended.wait()
-            assert (live.reject.code, live.reject.field) == (
-                RejectCode.INVALID,
-                "max_new_tokens",
-            )
+            assert (live.reject.code, live.reject.field) == (RejectCode.INVALID, "max_new_tokens")
         assert s.live() == [0, 0]
 
 
 @pytest.mark.parametrize("elsewhere_first", [False, True])
-async def test_requests_follow_the_last_large_replica(
-    elsewhere_first: bool,
-) -> None:
+async def test_requests_follow_the_last_large_replica(elsewhere_first: bool) -> None:
     """A shard that serves all else is no place to wait in, be the large one elsewhere there already
     or still to come."""
     async with unlike([SMALL_BLOCKS, 2000], [2000] if elsewhere_first else []) as s:

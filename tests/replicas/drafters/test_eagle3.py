@@ -50,6 +50,18 @@ class Headed(Client):
     def __init__(self, path: str, **settings: object) -> None:
         super().__init__(headed_replica(path, **settings))
         self.path = path
+        target: Any = self.replica.target
+        forward, last = target.forward, []
+
+        def overwriting(*given: Any) -> Any:
+            """As a recording, which writes where the last result is."""
+            for tap in last:
+                tap.zero_()
+            out = forward(*given)
+            last[:] = out.taps
+            return out
+
+        target.forward = overwriting
 
     def check_drafts(self, k: int) -> None:
         """What the drafter proposes now for every row is what the equations say."""

@@ -78,7 +78,9 @@ def _forked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks are forked from a process that has imported all, which a new one does in seconds."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["replicas.parallel"])
-    monkeypatch.setattr(parallel.multiprocessing, "get_context", lambda _: context)
+    monkeypatch.setattr(
+        parallel.multiprocessing, "get_context", lambda method: {"spawn": context}[method]
+    )
 
 
 @pytest.fixture
@@ -131,10 +133,10 @@ def test_two_ranks_give_the_tokens_of_one(
     assert double.residents == ()
 
 
-@pytest.mark.usefixtures("_forked")
 def test_deterministic_holds_on_two_ranks_which_end_with_their_caller(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Ranks are new processes here, as they are where a replica serves."""
     # A process takes more than a second to end, and longer on a busy machine.
     monkeypatch.setattr(ranks, "LEAVE_S", 100.0)
     started: list[LocalRank] = []
