@@ -233,18 +233,18 @@ async def test_garbage_is_hung_up_on_with_or_without_a_certificate(
         await s.serves_on()
 
 
-async def test_strangers_up_to_a_bound_keep_nobody_out_and_make_room_again(
+async def test_a_thousand_strangers_keep_nobody_out_and_those_beyond_a_bound_make_room_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(endpoint_module, "_CONNECTIONS_MAX", 500)
-    monkeypatch.setattr(endpoint_module, "_HANDSHAKE_S", 3.0)
+    monkeypatch.setattr(endpoint_module, "_CONNECTIONS_MAX", 1100)
+    monkeypatch.setattr(endpoint_module, "_HANDSHAKE_S", 4.0)
     async with served() as s:
         endpoint = await s.endpoint()
         caller = await s.caller()
         address = endpoint.host, endpoint.port
-        strangers = [socket.create_connection(address) for _ in range(450)]
+        strangers = [socket.create_connection(address) for _ in range(1000)]
         await s.serves_on()
-        strangers += [socket.create_connection(address) for _ in range(100)]
+        strangers += [socket.create_connection(address) for _ in range(150)]
         with pytest.raises(OSError, match="no connection"):
             await s.caller()
         assert await echoed(caller, 3) == [3], "a caller that is in stays in"
