@@ -252,10 +252,7 @@ def deleted(seen: Serve) -> None:
         (failed("E:\n  File x\nA: one", "E:\n  File x\nB: two", "is slow"), "A: one; B: two"),
         (failed("E:\n  File x\nOSError: none\nSee there."), "OSError: none See there."),
         (failed("Replicas: 1 starting"), "as Serve says"),
-        (
-            late,
-            "not up within 0.05 s (actors.start_s); replica: 1 up (No GPU.); frontend: 0 up",
-        ),
+        (late, "not up within 0.05 s (actors.start_s); replica: 1 up (No GPU.); frontend: 0 up"),
         (deleted, "the application was deleted while it started"),
     ],
 )

@@ -53,15 +53,6 @@ def test_a_batch_ends_early_once_a_row_has_met_a_stop_token() -> None:
     assert len(got) - got.index(stop) <= 4, "ends with the step that met it"
 
 
-def test_a_batch_with_too_few_blocks_is_refused_before_anything_is_written() -> None:
-    client = Client(tiny_replica("llama"))
-    client.prefill(new=60, a=prompt(9))
-    client.blocks["a"] = 3
-    with pytest.raises(AssertionError, match="room for 12"):
-        client.steps(3, 2)
-    client.replica.check_integrity()
-
-
 def test_an_interrupted_batch_ends_after_the_step_in_hand() -> None:
     client = Client(tiny_replica("llama"))
     client.prefill(new=60, a=prompt(9))

@@ -102,10 +102,7 @@ class OnMeta:
 
 
 def model_on_meta(
-    architecture: str,
-    dtype: torch.dtype,
-    join: bool = True,
-    tiled: bool = False,
+    architecture: str, dtype: torch.dtype, join: bool = True, tiled: bool = False
 ) -> PagedModel:
     """A model without weights, as it is on a GPU."""
     with META:

@@ -204,7 +204,12 @@ def test_without_a_package_it_says_what_to_install(
     assert names.demo_target() == names.TINY
 
 
-def test_what_is_no_such_file_is_refused_by_name(tmp_path: Path, file: Path) -> None:
+def test_a_name_is_that_of_a_gguf_file_or_of_none_or_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").touch()
+    (tmp_path / "too.gguf").touch()
+    for name in (str(tmp_path), "org/model", "org/model-GGUF"):
+        assert names.gguf_file(name) is None
+    assert names.gguf_file("org/model-GGUF:some/model.Q4_1.gguf") is not None
     empty = tmp_path / "empty.gguf"
     empty.write_bytes(b"not a model")
     with pytest.raises(PairRefused, match=r"empty\.gguf: not a GGUF file"):
@@ -233,11 +238,3 @@ def test_weights_that_are_not_there_are_not_made_up(tmp_path: Path, model: PreTr
     write_gguf(path, model, without="output_norm.weight")
     with pytest.raises(PairRefused, match=r"short\.gguf: without 1 weights of the model: .*norm"):
         load_pair(settings(str(path)))
-
-
-def test_names_that_stand_for_no_gguf_file(tmp_path: Path) -> None:
-    (tmp_path / "config.json").touch()
-    (tmp_path / "too.gguf").touch()
-    for name in (str(tmp_path), "org/model", "org/model-GGUF"):
-        assert names.gguf_file(name) is None
-    assert names.gguf_file("org/model-GGUF:some/model.Q4_1.gguf") is not None

@@ -92,12 +92,6 @@ def test_different_special_tokens_are_refused(target: str, tmp_path: Path) -> No
         load_pair(config(target, draft))
 
 
-def test_a_target_serves_without_a_draft(target: str) -> None:
-    pair = load_pair(config(target, None, context_len=100))
-    assert pair.draft is None
-    assert pair.context_len == 100
-
-
 def test_a_context_over_the_models_limit_is_refused(target: str) -> None:
     with pytest.raises(PairRefused, match="context_len: 257 is over the target's own limit of 256"):
         load_pair(config(target, None, context_len=257))

@@ -58,10 +58,7 @@ def test_a_target_is_what_its_name_says_and_strays_by_its_whole_context() -> Non
         assert torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize(
-    ("shape", "billions"),
-    [("qwen3-8b", 8.19), ("qwen3-0.6b", 0.752)],
-)
+@pytest.mark.parametrize(("shape", "billions"), [("qwen3-8b", 8.19), ("qwen3-0.6b", 0.752)])
 def test_shapes_have_the_published_number_of_weights(shape: str, billions: float) -> None:
     """Qwen3-0.6B ties its embedding: the 0.596 that are published, and 0.156 for the output."""
     with torch.device("meta"):
