@@ -24,7 +24,6 @@ def test_strings_from_a_command_line_and_the_environment_become_values() -> None
 @pytest.mark.parametrize(
     ("args", "named"),
     [
-        ({"replica_count": 2}, "replica_count: unknown name"),
         ({"targt": "x"}, "targt: unknown name; did you mean target?"),
         ({"pool": {"leas_s": 1}}, "pool.leas_s: unknown name; did you mean lease_s?"),
         ({"autoscaling": {"min_replicas": 3, "max_replicas": 2}}, "autoscaling: min_replicas"),

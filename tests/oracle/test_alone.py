@@ -21,7 +21,7 @@ RUNS = ((1, 5), (3, 0), (8, 8), (16, None))
 DEMO_RUNS = ((8, 3), (16, None))
 PAIRS = [
     *((architecture, *run) for architecture in ARCHITECTURES for run in RUNS),
-    *((DEMO, *run) for run in DEMO_RUNS),
+    *(pytest.param(DEMO, *run, marks=pytest.mark.long) for run in DEMO_RUNS),
 ]
 
 

@@ -210,6 +210,7 @@ def agree(request: Request, output: Output) -> None:
         assert said.rank == 1 + sum(float(p) > float(plain[token]) for p in plain)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("drafter", "rows_max", "draft_len"), RUNS)
 def test_outputs_are_those_of_the_plain_loop(
     drafter: str, rows_max: int, draft_len: int | None

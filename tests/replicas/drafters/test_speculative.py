@@ -97,10 +97,9 @@ def test_a_head_is_known_before_its_weights_are_read(head: str, tmp_path: Path) 
     files = read_pair(config)
     assert files.shape == load_pair(config, files).shape
     check_memory(config, files.shape, resolve_device("cpu"))
-    for name in ("/gone", "no hub has such a name"):
-        gone = ReplicaConfig(speculative={"method": "eagle3", "model": name})
-        with pytest.raises(OSError, match=r"^speculative\.model: "):
-            read_pair(gone)
+    gone = ReplicaConfig(speculative={"method": "eagle3", "model": "/gone"})
+    with pytest.raises(OSError, match=r"^speculative\.model: "):
+        read_pair(gone)
     other = AutoConfig.from_pretrained(resolve("tiny"))
     other.hidden_size //= 2
     other.save_pretrained(tmp_path)

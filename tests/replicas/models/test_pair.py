@@ -224,6 +224,7 @@ def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
         resolve_device("cuda:1")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("target_vocab", "draft_vocab"), [(40, 6), (6, 40), (5, 5)])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_embeddings_padded_to_different_sizes_change_nothing(

@@ -31,6 +31,7 @@ def plant(name: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     return plant_on(name, CPU, dtype, "sdpa", 0.7)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("wanted", [0.02, 0.7])
 def test_a_served_pair_accepts_what_its_name_says(wanted: float) -> None:
     replica = Replica.load(config(f"planted:tiny?acceptance={wanted}"))

@@ -92,6 +92,7 @@ def load(_forked: None) -> Iterator[Load]:
 # --------------------------------------------------------------------------- one replica
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("model_type", "vocab", "bias", "speculative"),
     [

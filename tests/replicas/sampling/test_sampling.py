@@ -74,6 +74,7 @@ def chi_square(counts: torch.Tensor, probability: torch.Tensor) -> tuple[float, 
     return statistic, int(live.sum()) - 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("params", PARAMS, ids=str)
 def test_draws_follow_the_law_of_the_target(params: SamplingParams, dtype: torch.dtype) -> None:

@@ -60,6 +60,7 @@ CASES: dict[str, tuple[Frontend, str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("frontend", "path", "fields"), CASES.values(), ids=CASES)
 async def test_a_stream_goes_on_behind_any_event(
     frontend: Frontend, path: str, fields: dict[str, Any]
