@@ -30,7 +30,7 @@ STALE = 256
 COUNT_MAX = 4
 """Times of a bucket that count where several of the same tokens are put together."""
 FIT_EVERY = 16
-"""Steps after which the table is interpolated anew; sooner if one tells something new."""
+"""Times seen after which a kind is interpolated anew; sooner if one tells something new."""
 
 
 def bucket(tokens: int) -> int:
@@ -74,10 +74,12 @@ class Latencies:
         """The step that saw a bucket of tokens last."""
         self._rise_s = 0.0
         """Seconds per token beyond the fewest and the most tokens that were seen."""
+        self._unfitted = 0
+        """Times seen since they were interpolated."""
         self.kv_s = 0.0
 
     def __len__(self) -> int:
-        """Numbers of tokens that are told apart; none before the first `fit`."""
+        """Numbers of tokens that are told apart; none before anything was seen."""
         return len(self._tokens)
 
     def __call__(self, tokens: float, kv: float) -> float:
@@ -108,29 +110,31 @@ class Latencies:
             return None
         return max(cell.seconds + self.kv_s * (kv - cell.kv), 0.5 * cell.seconds)
 
-    def observe(self, tokens: int, kv: float, seconds: float, now: int) -> bool:
-        """Work took `seconds` at the usual speed, in step number `now`. Returns whether it tells
-        something new."""
+    def observe(self, tokens: int, kv: float, seconds: float, now: int) -> None:
+        """Work took `seconds` at the usual speed, in step number `now`."""
         at = bucket(tokens)
         new = self.stale(tokens, now)
         self._last[at] = now
+        self._unfitted += 1
         key = at, int(kv).bit_length()
         cell = self._cells.get(key)
         if cell is None:
             if len(self._cells) >= CELLS_MAX:
                 del self._cells[min(self._cells, key=lambda one: self._cells[one].last)]
-            self._cells[key] = _Cell(tokens, kv, seconds, 1, now)
-            return True
-        rate = max(1.0 / cell.count, CELL_RATE)
+            cell = self._cells[key] = _Cell(tokens, kv, seconds, 0, now)
+            new = True
+        rate = max(1.0 / max(cell.count, 1), CELL_RATE)
         cell.tokens += rate * (tokens - cell.tokens)
         cell.kv += rate * (kv - cell.kv)
         cell.seconds += rate * (min(seconds, OUTLIER * cell.seconds) - cell.seconds)
         cell.count += 1
         cell.last = now
-        return new or cell.count == 2
+        if new or cell.count == 2 or self._unfitted >= FIT_EVERY:
+            self._fit()
 
-    def fit(self) -> None:
+    def _fit(self) -> None:
         """Interpolates anew what was seen."""
+        self._unfitted = 0
         alike: dict[int, list[_Cell]] = {}
         for (at, _), cell in self._cells.items():
             alike.setdefault(at, []).append(cell)
@@ -200,11 +204,9 @@ class LatencyTable:
         if usual_s is not None and pass_s is not None:
             self._note_speed((draft_s + rest_s) / (usual_s + draft_len * pass_s))
         self._seen += 1
-        new = self.step.observe(tokens, kv, rest_s / self.slowdown, self._seen)
+        self.step.observe(tokens, kv, rest_s / self.slowdown, self._seen)
         if draft_len:
-            pass_s = draft_s / draft_len / self.slowdown
-            new = self.draft.observe(rows, kv, pass_s, self._seen) or new
-        self._noted(new)
+            self.draft.observe(rows, kv, draft_s / draft_len / self.slowdown, self._seen)
 
     def observe_prefill(self, tokens: int, before: int, seconds: float) -> None:
         """A prefill batch filled `tokens` positions, which read `before` positions together."""
@@ -214,7 +216,7 @@ class LatencyTable:
         if usual_s is not None:
             self._note_speed(seconds / usual_s)
         self._seen += 1
-        self._noted(self.prefill.observe(tokens, before, seconds / self.slowdown, self._seen))
+        self.prefill.observe(tokens, before, seconds / self.slowdown, self._seen)
 
     def step_s(self, rows: int, draft_len: int, kv: int) -> float:
         tokens = rows * (draft_len + 1)
@@ -240,8 +242,3 @@ class LatencyTable:
         """Known work took `ratio` times its usual time."""
         change = min(max(ratio / self.slowdown, 1 / OUTLIER), OUTLIER)
         self.slowdown *= 1.0 + SPEED_RATE * (change - 1.0)
-
-    def _noted(self, new: bool) -> None:
-        if new or self._seen % FIT_EVERY == 0:
-            for one in (self.step, self.draft, self.prefill):
-                one.fit()

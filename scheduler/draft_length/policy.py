@@ -219,16 +219,15 @@ class DraftPolicy:
         by_draft_len = goodputs(likely, count, seconds)
         goodput = max(by_draft_len)
         best = known.draft_len = by_draft_len.index(goodput)
-        probes = [one for one in range(most + 1) if one != best and table.stale(count, one)]
-        if not best:
-            probes.append(1)
-        lost_s = {one: (1.0 - by_draft_len[one] / goodput) * seconds[one] for one in probes}
-        cheapest = min(lost_s, key=lost_s.__getitem__, default=best)
+        lost_s = [(1.0 - by_draft_len[one] / goodput) * seconds[one] for one in range(most + 1)]
         credit_s = min(known.credit_s, PROBE_SAVED * seconds[best])
-        if cheapest == best or lost_s[cheapest] > credit_s:
-            return None
-        known.credit_s = credit_s - lost_s[cheapest]
-        return cheapest
+        for one in sorted(range(most + 1), key=lost_s.__getitem__):
+            if lost_s[one] > credit_s:
+                break
+            if one != best and (table.stale(count, one) or (one == 1 and not best)):
+                known.credit_s = credit_s - lost_s[one]
+                return one
+        return None
 
     def _steps(self, known: _Known, steps_most: int) -> int:
         step_s = known.step_s() if steps_most > 1 else 0.0

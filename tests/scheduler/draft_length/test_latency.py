@@ -44,7 +44,6 @@ def test_what_was_seen_is_known_between_it_and_beyond(truth: object) -> None:
         tokens, kv = rng.choice([1, 8, 16, 32, 40, 64]), rng.choice([500, 4000, 30_000])
         outlier = 20.0 if rng.random() < 0.02 else 1.0
         found.observe(tokens, kv, truth(tokens, kv) * rng.uniform(0.9, 1.1) * outlier, now)
-    found.fit()
     for tokens in (1, 16, 32, 40, 64):
         assert found(tokens, 4000) == pytest.approx(truth(tokens, 4000), rel=0.1)
         assert found(tokens, 100_000) == pytest.approx(truth(tokens, 100_000), rel=0.2)
@@ -68,7 +67,6 @@ def test_whatever_is_seen_times_are_finite_and_rise_with_tokens(
     assert found(5, 5) == 0.0
     for now, (tokens, kv, seconds) in enumerate(seen):
         found.observe(tokens, kv, seconds, now)
-        found.fit()
     times = [found(tokens, 100) for tokens in range(0, 1300, 13)]
     assert all(0.0 < one < math.inf for one in times[1:])
     assert all(one <= two * (1 + 1e-9) for one, two in pairwise(times))
@@ -78,7 +76,6 @@ def test_memory_is_bounded() -> None:
     found = Latencies()
     for now in range(3000):
         found.observe(int(16 * 2 ** (now % 200 / 8)), 0, 1e-3, now)
-    found.fit()
     assert len(found) == CELLS_MAX
 
 
