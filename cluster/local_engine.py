@@ -39,12 +39,19 @@ from scheduler.messages import (
 from scheduler.scheduler import Scheduler
 
 REPLICA_ID = "local"
+NO_QUEUE_LIMITS = {"waiting_requests_max": 10**9, "waiting_tokens_max": 10**12}
+"""Settings of the scheduler where nobody waits for a place: nothing is refused for load."""
 
 
 class Runner(Protocol):
     """What runs batches: a `replicas.replica.Replica`, or a fake one."""
 
     spec: ReplicaSpec
+
+    @property
+    def broken(self) -> Exception | None:
+        """Why nothing can run any more; asked with `isolates` only."""
+        ...
 
     def step(self, batch: Batch) -> StepResult: ...
 
@@ -115,6 +122,8 @@ class LocalEngine:
             if not self._isolates:
                 raise
             self.error = error
+            if self._runner.broken is not None:
+                return False  # nothing can run any more
             said = f"{type(error).__name__}: {error}"
             self._feed(StepFailed(batch.replica_id, batch.id, said))
             return True

@@ -46,7 +46,7 @@ class StartFailed(RuntimeError):
 
 def ray_environment(config: ClusterConfig) -> dict[str, str]:
     """Variables for the processes of a Ray that is begun for this cluster, on one machine."""
-    transport_bytes = 4 * config.frontend.message_bytes_max
+    transport_bytes = config.frontend.proxy_bytes_max
     return {
         "RAY_USAGE_STATS_ENABLED": "0",
         # By default Ray's workers yield to every other process of the machine: beside one that is

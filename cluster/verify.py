@@ -12,7 +12,7 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 from cluster.frontend.target_text import TargetText
-from cluster.local_engine import LocalEngine, Output
+from cluster.local_engine import NO_QUEUE_LIMITS, LocalEngine, Output
 from replicas.config import ReplicaConfig
 from scheduler.config import SchedulerConfig
 from scheduler.errors import InvalidRequest
@@ -100,6 +100,7 @@ def verify(
     replica could serve."""
     from replicas.parallel import load_replica  # torch is heavy, and --help should not wait
 
+    scheduler_config = scheduler_config.model_copy(update=NO_QUEUE_LIMITS)
     text = TargetText.load(replica_config)
     requests = [
         Request(

@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from pydantic.dataclasses import dataclass as validated
 
+from cluster.cli.terminal import Bars
 from cluster.config import ClusterConfig, ConfigError
 from cluster.config_sources import ALIASES, from_args
 from cluster.frontend.admission.control import Caller
@@ -22,7 +23,7 @@ from cluster.frontend.requests import drawn_seed, requests_of
 from cluster.frontend.structure import Structure
 from cluster.frontend.target_text import TargetText
 from cluster.frontend.text import TextStream
-from cluster.local_engine import LocalEngine, Output
+from cluster.local_engine import NO_QUEUE_LIMITS, LocalEngine, Output
 from replicas.models.names import with_revision
 from replicas.parallel import load_replica
 from scheduler.decoding import TokenLogprobs
@@ -32,9 +33,10 @@ from scheduler.messages import FinishReason, Request, Usage
 _TEN_YEARS_S = 3e8
 
 
-@dataclass(frozen=True, kw_only=True)
+@validated(frozen=True, kw_only=True)
 class SamplingParams:
-    """How a completion is written; the names of the gRPC request, which says more of each.
+    """How a completion is written; the names of the gRPC request, which says more of each. A value
+    of another type raises pydantic's ValidationError, which names it.
 
     Of json_schema, regex, choice and grammar at most one.
     """
@@ -46,7 +48,7 @@ class SamplingParams:
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int | None = None
-    stop: Sequence[str] = ()
+    stop: str | Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     min_tokens: int = 0
@@ -54,12 +56,12 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    bad_words: Sequence[str] = ()
+    bad_words: str | Sequence[str] = ()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     json_schema: str | None = None
     regex: str | None = None
-    choice: Sequence[str] | None = None
+    choice: str | Sequence[str] | None = None
     grammar: str | None = None
 
     def to_call(self, prompt: Prompt) -> GenerateCall:
@@ -70,10 +72,9 @@ class SamplingParams:
             raise InvalidRequest(given[1], f"{given[0]} is given as well")
         structure = None
         if given:
-            asked = getattr(self, given[0])
-            structure = Structure(given[0], (asked,) if isinstance(asked, str) else tuple(asked))  # type: ignore[arg-type]
+            structure = Structure(given[0], _several(getattr(self, given[0])))  # type: ignore[arg-type]
         others = {
-            name: getattr(self, name)
+            name: _several(getattr(self, name))
             for name in self.__dataclass_fields__
             if name not in (*names, "max_tokens")
         }
@@ -84,6 +85,11 @@ class SamplingParams:
             structure=structure,
             **others,
         )
+
+
+def _several(given: Any) -> Any:
+    """One text as a list of texts, anything else as it is."""
+    return (given,) if isinstance(given, str) else given
 
 
 @dataclass(frozen=True)
@@ -139,17 +145,12 @@ class LLM:
         sections: dict[str, Any] = {"seed": seed, "replica": {"target": target, **replica}}
         if speculative_config is not None:
             sections["replica"]["speculative"] = dict(speculative_config)
-        # Nobody waits in a queue here, so nothing is refused for its length.
-        sections["scheduler"] = {
-            "waiting_requests_max": 10**6,
-            "waiting_tokens_max": 10**10,
-            "timeout_s_max": _TEN_YEARS_S,
-        }
+        sections["scheduler"] = {**NO_QUEUE_LIMITS, "timeout_s_max": _TEN_YEARS_S}
         if rows_max is not None:
             sections["scheduler"]["rows_max"] = rows_max
         self._config: ClusterConfig = from_args(sections)
         self._text = TargetText.load(self._config.replica)
-        self._replica = load_replica(self._config.replica)
+        self._replica = load_replica(self._config.planned_replica)
         self._number = 0
 
     def generate(
@@ -163,8 +164,11 @@ class LLM:
         `sampling_params`: for all, or one for each. Raises InvalidRequest, which names the prompt,
         and PromptFailed.
         """
-        given = [prompts] if isinstance(prompts, str) else prompts
-        made = [TextPrompt(one) if isinstance(one, str) else TokenPrompt(one) for one in given]
+        made: list[Prompt] = []
+        for index, one in enumerate(_several(prompts)):
+            if not isinstance(one, Sequence):
+                raise InvalidRequest(f"prompt {index}", "must be a text or a list of token ids")
+            made.append(TextPrompt(one) if isinstance(one, str) else TokenPrompt(one))
         return self._run(made, sampling_params, progress)
 
     def chat(
@@ -197,11 +201,12 @@ class LLM:
         finally:
             # The next call's engine takes all blocks for free, and rows may be left: of an
             # interrupt, or with a batch that was under way when a stop string ended them.
-            self._replica.release(self._replica.residents)
+            if self._replica.broken is None:
+                self._replica.release(self._replica.residents)
         completions = [one.completion() for one in written]
         if None in completions:
             failed = completions.index(None)
-            reason = written[failed].output.message
+            reason = written[failed].output.message or str(engine.error)
             raise PromptFailed(failed, reason, completions) from engine.error
         return completions  # type: ignore[return-value]
 
@@ -223,16 +228,17 @@ class LLM:
                 names = {"prompt": prompt.field, "max_new_tokens": "max_tokens"}
                 name = f"prompt {index}: {names.get(error.field, error.field)}"
                 raise InvalidRequest(name, error.reason) from None
+            except UnicodeEncodeError as error:
+                raise InvalidRequest(f"prompt {index}", f"is no text in UTF-8: {error}") from None
             stream = TextStream(self._text.tokenizer, request.prompt, call.stop)
             written.append(_Writing(request, stream, output, scores=call.max_new_tokens == 0))
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-        with Progress(*columns, TimeRemainingColumn(), disable=not progress) as bar:
-            task = bar.add_task("prompts", total=len(written))
+        with Bars(shown=progress) as bars:
             left = list(written)
             while left and engine.advance():
                 left = [one for one in left if not one.read(engine)]
-                bar.update(task, completed=len(written) - len(left))
-        engine.check_finished()
+                bars.note("prompts", len(written) - len(left), len(written))
+        if self._replica.broken is None:
+            engine.check_finished()
         return written
 
     def _request(self, call: GenerateCall, prompt: Prompt) -> Request:
@@ -284,7 +290,7 @@ class _Writing:
             token_ids=self.output.tokens[: self.tokens],
             prompt_token_ids=list(self.request.prompt),
             finish_reason="stop" if self.stop is not None else str(reason),
-            usage=self.output.usage,
+            usage=replace(self.output.usage, completion_tokens=self.tokens),
             logprobs=self.output.logprobs[: self.tokens],
             prompt_logprobs=self.output.prompt_logprobs,
         )

@@ -15,6 +15,7 @@ import typer
 
 from cluster.bench.figures import Distribution
 from cluster.cli.flags import lengths, output, with_settings, write
+from cluster.local_engine import NO_QUEUE_LIMITS
 from scheduler.messages import ReplicaSpec
 from scheduler.simulation import (
     DEVICES,
@@ -91,9 +92,8 @@ def simulate(
         vocab_size=2,
     )
     # A queue is to be seen, so no request is refused for load.
-    unbounded = {"waiting_requests_max": 10**9, "waiting_tokens_max": 10**12}
     config = settings.scheduler
-    config = config.model_copy(update=unbounded | config.model_dump(exclude_unset=True))
+    config = config.model_copy(update=NO_QUEUE_LIMITS | config.model_dump(exclude_unset=True))
     pool_batch_s = MEASURED_POOL_S if pool_cost == "measured" else 0.0
     base = Setup(1, spec, hardware.times, config, pool_batch_s=pool_batch_s)
     cases = []

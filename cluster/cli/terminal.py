@@ -41,6 +41,9 @@ class Bars:
     Entered again, new ones begin below what was printed.
     """
 
+    def __init__(self, shown: bool = True) -> None:
+        self._shown = shown
+
     def __enter__(self) -> Bars:
         self._progress = Progress(
             TextColumn("{task.description}", markup=False),
@@ -48,7 +51,7 @@ class Bars:
             MofNCompleteColumn(),
             TimeElapsedColumn(),
             console=console(stderr=True),
-            disable=not sys.stderr.isatty(),
+            disable=not (self._shown and sys.stderr.isatty()),
         )
         self._tasks: dict[str, int] = {}
         self._progress.start()

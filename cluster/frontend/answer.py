@@ -122,6 +122,8 @@ class Answer:
         total_s = time.monotonic() - self._arrived_s
         self._meter.answered(self._status.name, first_s, total_s)
         served = [live for live in lives if live.reject is None]
+        if rejects := [live.reject for live in lives if live.reject is not None]:
+            self._meter.refused(CODES[rejects[0].code])
         prompt_tokens = sum(len(live.request.prompt) for live in served)
         new_tokens = sum(len(live.tokens) for live in served)
         usages = [live.finish.usage for live in lives if live.finish is not None]
@@ -310,7 +312,6 @@ class Answer:
         if (reject := live.reject) is not None:
             name = call_field(reject.field, self.call)
             message = f"{name}: {reject.message}" if name else reject.message
-            self._meter.refused(CODES[reject.code])
             raise Refused(Refusal(CODES[reject.code], message, reject.retry_after_s, name))
         assert live.finish is not None
         return live.finish

@@ -170,7 +170,7 @@ def check_prompt(prompt: Prompt, config: ClusterConfig) -> None:
     if isinstance(prompt, ChatPrompt):
         if (turns := len(prompt.messages)) > MESSAGES_MAX:
             raise InvalidRequest("messages", f"{turns} given, at most {MESSAGES_MAX} allowed")
-        if any(not turn["role"] for turn in prompt.messages):
+        if any(not turn.get("role") for turn in prompt.messages):
             raise InvalidRequest("messages", "a role must not be empty")
     size, most, unit = prompt.size, config.frontend.prompt_bytes_max, "bytes"
     if isinstance(prompt, TokenPrompt):

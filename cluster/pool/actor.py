@@ -104,7 +104,7 @@ class PoolActor:
         """A new membership of a replica, or why there is none; `process` is what `probe`
         understands."""
         self._wake_up()
-        if refused := unlike(spec, self._workers):
+        if refused := unlike(spec, {one: peer.spec for one, peer in self._workers.items()}):
             log.error("replica %s is refused: %s", replica_id, refused)
             return refused
         if replica_id not in self._workers:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cluster.metrics import PoolMeter
-from cluster.pool.protocol import FrontendMessage, PoolState, WorkerMessage
+from cluster.pool.protocol import FrontendMessage, PoolPort, PoolState, PoolView, WorkerMessage
 from cluster.transport import Stream
 from scheduler.messages import (
     Action,
@@ -144,21 +144,30 @@ def deliver(
         peer.flush_within(due[peer])
 
 
-def unlike(spec: ReplicaSpec, workers: Mapping[str, WorkerPeer]) -> str:
+def unlike(spec: ReplicaSpec, others: Mapping[str, ReplicaSpec]) -> str:
     """Why a replica's output may differ from that of one of these; empty if it does not."""
-    for other_id, worker in workers.items():
-        other = worker.spec
+    for other_id, other in others.items():
         if (other.target, other.dtype) != (spec.target, spec.dtype):
             return (
-                f"it serves {spec.target} in {spec.dtype}, but {other_id} of this pool "
+                f"it serves {spec.target} in {spec.dtype}, but {other_id} "
                 f"serves {other.target} in {other.dtype}"
             )
         if other.fingerprint != spec.fingerprint:
             return (
-                f"its weights or its arithmetic are not those of {other_id} of this pool:"
+                f"its weights or its arithmetic are not those of {other_id}:"
                 f" fingerprint {spec.fingerprint} ({spec.arithmetic}), not {other.fingerprint}"
                 f" ({other.arithmetic})"
             )
+    return ""
+
+
+async def unlike_elsewhere(spec: ReplicaSpec, pools: Iterable[PoolPort]) -> str:
+    """The same of the replicas of other shards, to which requests move; of a pool that does not
+    answer nothing is known."""
+    for view in await asyncio.gather(*(pool.status() for pool in pools), return_exceptions=True):
+        specs = view.status.replicas if isinstance(view, PoolView) else ()
+        if refused := unlike(spec, {one.id: one.spec for one in specs}):
+            return refused
     return ""
 
 

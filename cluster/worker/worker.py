@@ -20,6 +20,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from cluster.config import ClusterConfig
+from cluster.pool.peers import unlike_elsewhere
 from cluster.pool.protocol import WORKER, Beat, DrainNote, LeaveNote, PoolPort, PoolUnreachable
 from cluster.transport import NotEncodable, Stream, StreamLost
 from scheduler.messages import (
@@ -208,7 +209,9 @@ class Worker:
         shard = self._shard
         pool = self._pools[shard]
         self.replica_id = f"{self._name}.{uuid.uuid4().hex[:6]}"
-        if refused := await pool.join(self.replica_id, self._spec, self._process):
+        others = [one for one in self._pools if one is not pool]
+        refused = await unlike_elsewhere(self._spec, others)
+        if refused := refused or await pool.join(self.replica_id, self._spec, self._process):
             raise ReplicaUnhealthy(refused)
         stream = await pool.connect(WORKER, self.replica_id)
         log.info("replica %s has joined its pool", self.replica_id)
@@ -328,7 +331,9 @@ class Worker:
             if replica.broken is not None:
                 self._batch_lost = batch.replica_id == self.replica_id
                 return None
-            return StepFailed(batch.replica_id, batch.id, f"{type(error).__name__}: {error}")
+            # A message that cannot be sent would leave the batch without an answer.
+            said = f"{type(error).__name__}: {error}".encode("utf-8", "replace").decode()
+            return StepFailed(batch.replica_id, batch.id, said)
         finally:
             self._running = None
 

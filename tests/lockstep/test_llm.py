@@ -11,14 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 from torch.nn import Parameter
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lockstep
 from cluster.config import ConfigError
 from lockstep import LLM, PromptFailed, SamplingParams
+from replicas.config import ReplicaConfig
 from replicas.demo import TARGET_DIR
+from replicas.replica import Replica
 from scheduler.errors import InvalidRequest
+from scheduler.messages import Batch, StepResult
 from tests.reference import plain_greedy
 
 TINY: Any = {"device": "cpu", "torch_threads": 1, "kv_blocks": 512, "calibrate": False}
@@ -44,8 +48,9 @@ def test_completions_are_those_of_transformers(llm: LLM) -> None:
     again = llm.generate([one.prompt_token_ids for one in texts], params, progress=False)
     assert [one.text for one in again] == [one.text for one in texts]
     stop = texts[0].text[5:8]
-    [cut] = llm.generate(PROMPTS[0], SamplingParams(max_tokens=24, stop=[stop]), progress=False)
+    [cut] = llm.generate(PROMPTS[0], SamplingParams(max_tokens=24, stop=stop), progress=False)
     assert (cut.text, cut.finish_reason) == (texts[0].text.partition(stop)[0], "stop")
+    assert cut.usage.completion_tokens == len(cut.token_ids)
 
 
 def test_each_prompt_has_its_own_settings(llm: LLM) -> None:
@@ -124,6 +129,13 @@ def test_what_is_wrong_is_named(llm: LLM) -> None:
         llm.chat([{"role": "user", "content": "x"}], sampling_params=SamplingParams(max_tokens=0))
     with pytest.raises(InvalidRequest, match=r"^prompt 1: choice: regex is given"):
         llm.generate(PROMPTS[:2], [SamplingParams(), SamplingParams(regex="a", choice=["b"])])
+    with pytest.raises(InvalidRequest, match=r"^prompt 0: messages: a role"):
+        llm.chat([{"content": "x"}])
+    for wrong, said in (([5, 6], "0: must be a text"), (["x", "\udc80"], "1: is no text in UTF-8")):
+        with pytest.raises(InvalidRequest, match=f"^prompt {said}"):
+            llm.generate(wrong)  # type: ignore[arg-type]
+    with pytest.raises(ValidationError, match="max_tokens"):
+        SamplingParams(max_tokens=4.5)  # type: ignore[arg-type]
     with pytest.raises(AttributeError):
         _ = lockstep.nothing
 
@@ -142,10 +154,10 @@ def test_what_ends_early_leaves_no_blocks_to_the_next_call(monkeypatch: pytest.M
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("lockstep.llm.Progress.update", interrupt)
+        patch.setattr("lockstep.llm.Bars.note", interrupt)
         for _ in range(3):
             with pytest.raises(KeyboardInterrupt):
-                model.generate(PROMPTS[:2], params, progress=False)
+                model.generate(PROMPTS[:2], params)
     [again] = model.generate(PROMPTS[0], params, progress=False)
     assert again.token_ids == whole.token_ids
 
@@ -168,6 +180,33 @@ def test_a_prompt_that_fails_is_named_and_the_others_are_written(tmp_path: Path)
     assert failed is None
     whole = broken.generate(PROMPTS[:2], params, progress=False)
     assert [first.token_ids, last.token_ids] == [one.token_ids for one in whole]
+
+
+def test_what_was_written_before_the_replica_broke_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing can be released there. Its memory was planned for so many rows."""
+
+    def load(config: ReplicaConfig) -> Any:
+        replica = Replica.load(config)
+        assert config.plan_rows == 1
+        step = replica.step
+
+        def breaks(batch: Batch, *rest: Any) -> StepResult:
+            if batch.id > 3:
+                replica.broken = RuntimeError("rank 1 has ended")
+                monkeypatch.setattr(replica, "release", pytest.fail)
+                raise replica.broken
+            return step(batch, *rest)
+
+        monkeypatch.setattr(replica, "step", breaks)
+        return replica
+
+    monkeypatch.setattr("lockstep.llm.load_replica", load)
+    model = LLM("tiny", rows_max=1, draft=None, **TINY)
+    short, long = (SamplingParams(max_tokens=many, ignore_eos=True) for many in (1, 99))
+    with pytest.raises(PromptFailed, match=r"^prompt 1: rank 1 has ended") as caught:
+        model.generate(PROMPTS[:2], [short, long])
+    written, failed = caught.value.completions
+    assert (len(written.token_ids), failed) == (1, None)
 
 
 def test_settings_have_the_names_of_other_servers_too() -> None:

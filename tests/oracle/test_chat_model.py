@@ -30,7 +30,7 @@ def test_its_answers_are_those_of_generate() -> None:
         )
         for question in QUESTIONS
     ]
-    scheduler = SchedulerConfig(rows_max=2, draft_len=4)
+    scheduler = SchedulerConfig(rows_max=2, draft_len=4, waiting_requests_max=1)
     report = verify(prompts, config, scheduler, SamplingParams(), 32)
     assert report.identical + report.ties == len(QUESTIONS)
     assert report.accepted_tokens > 0

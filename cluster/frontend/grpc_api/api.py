@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Iterable
 from typing import Any, Protocol, TypeVar
 from urllib.parse import unquote
 
+from google.protobuf.message import Message
 from grpc import StatusCode
 from grpc_health.v1 import health_pb2
 
@@ -27,6 +28,7 @@ _NO_HEALTH_REQUEST = Refusal(
     StatusCode.INVALID_ARGUMENT, "request: no grpc.health.v1.HealthCheckRequest"
 )
 _M = TypeVar("_M")
+_P = TypeVar("_P", bound=Message)
 
 
 class CallContext(Protocol):
@@ -68,12 +70,12 @@ class GrpcApi:
                     choices[delta.index] = pb.GenerateResponse(
                         request_id=call.request_id, **to_parts(delta)
                     )
+            first, *others = choices
+            first.others.extend(others)
+            return self._sendable(first)
         except Refused as refused:
             refuse(grpc_context, refused.refusal)
             return pb.GenerateResponse()
-        first, *others = choices
-        first.others.extend(others)
-        return first
 
     async def GenerateStream(
         self, request: pb.GenerateRequest | Unparsed, grpc_context: CallContext
@@ -87,11 +89,24 @@ class GrpcApi:
                 async for delta in answer:
                     if delta.end is not None and delta.end.refusal is not None:
                         refuse(grpc_context, delta.end.refusal)
-                    yield pb.GenerateChunk(**first, **to_parts(delta))
+                    yield self._sendable(pb.GenerateChunk(**first, **to_parts(delta)))
                     first = {}
         except Refused as refused:
             refuse(grpc_context, refused.refusal)
             yield pb.GenerateChunk(**first)
+
+    def _sendable(self, answer: _P) -> _P:
+        """Raises Refused for more than one message may hold: gRPC's own words would have the
+        client ask again."""
+        size, most = answer.ByteSize(), self.service.config.frontend.proxy_bytes_max
+        if size > most:
+            reason = (
+                f"the answer has {size} bytes, one message {most} at most; ask for a stream, fewer"
+                " log-probabilities or fewer choices"
+            )
+            with self.service.refusals():
+                raise InvalidRequest("request", reason)
+        return answer
 
     async def Status(
         self, request: pb.StatusRequest | Unparsed, grpc_context: CallContext

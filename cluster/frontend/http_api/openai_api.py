@@ -35,6 +35,9 @@ from cluster.frontend.status_codes import Refused
 
 log = logging.getLogger("lockstep.frontend")
 
+_PART_BYTES = 1 << 20
+"""Of a long answer."""
+
 
 def openai_router(service: FrontendService) -> APIRouter:
     router, bytes_max = APIRouter(), service.config.frontend.message_bytes_max
@@ -114,7 +117,7 @@ class _CallResponse(Response):
                     if (event := shape.next_event(delta)) is not None:
                         await _send_event(send, event)
             if not streaming:
-                await JSONResponse(shape.whole(deltas))(scope, receive, send)
+                await _send_whole(send, JSONResponse(shape.whole(deltas)))
                 return
             for event in shape.last_events():
                 await _send_event(send, event)
@@ -130,6 +133,16 @@ class _CallResponse(Response):
             log.exception("%s failed", scope["path"])
             await _send_event(send, shape.event(refusal_body(UNEXPECTED)))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _send_whole(send: Send, response: Response) -> None:
+    """In parts: log-probabilities may be more than Serve's processes pass on in one message."""
+    headers, body = response.raw_headers, bytes(response.body)
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    for at in range(0, len(body), _PART_BYTES):
+        part = body[at : at + _PART_BYTES]
+        await send({"type": "http.response.body", "body": part, "more_body": True})
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 async def _start(send: Send) -> None:

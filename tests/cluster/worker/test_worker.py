@@ -5,7 +5,6 @@ counts as a reason; its requests end elsewhere with the right tokens.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -16,7 +15,7 @@ import pytest
 from cluster.worker.worker import ReplicaUnhealthy, Worker
 from scheduler.messages import Batch, BatchKind
 from tests.cluster.fakes import ClockAhead, FakeReplica, perfect
-from tests.cluster.pool.rig import CONFIG, Stuck, check, shards
+from tests.cluster.pool.rig import CONFIG, Stuck, check, ended, shards
 from tests.cluster.wire import Wire, until
 
 
@@ -32,7 +31,7 @@ class Failing(FakeReplica):
     def step(self, batch: Batch, *rest: Any) -> Any:
         self.begun += 1
         if self._fails(self.begun, batch):
-            error = RuntimeError("rank 1 has ended")
+            error = RuntimeError("rank 1 has ended: \udc80")
             self.broken = error if self._for_good else None
             raise error
         return super().step(batch, *rest)
@@ -41,21 +40,6 @@ class Failing(FakeReplica):
         if self.broken is not None:
             raise self.broken
         super().release(sequence_ids)
-
-
-async def ended(worker: Worker, match: str) -> ReplicaUnhealthy:
-    """What Serve is told once the replica cannot serve any more."""
-
-    def serves() -> bool:
-        with contextlib.suppress(ReplicaUnhealthy):
-            worker.check()
-            return True
-        return False
-
-    await until(lambda: not serves())
-    with pytest.raises(ReplicaUnhealthy, match=match) as raised:
-        worker.check()
-    return raised.value
 
 
 async def test_a_result_that_cannot_be_sent_is_a_failed_batch() -> None:
