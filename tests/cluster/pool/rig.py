@@ -7,17 +7,15 @@ import random
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from typing import Any
-
-import pytest
 
 from cluster.config import ClusterConfig
 from cluster.config_sources import from_args
 from cluster.pool.in_flight import InFlightRequest
 from cluster.pool.session import PoolSession
 from cluster.pool.shard_router import ShardRouter
-from cluster.worker.worker import ReplicaUnhealthy, Worker
+from cluster.worker.worker import Worker
 from scheduler.messages import FinishReason, Request
 from tests.cluster.fakes import FakeReplica, perfect
 from tests.cluster.wire import Wire, until
@@ -151,18 +149,3 @@ async def check(lives: list[InFlightRequest]) -> None:
         assert live.finish is not None, (live.reject, live.unreachable)
         assert live.finish.reason is FinishReason.LENGTH
         assert live.tokens == perfect(live.request.prompt, live.request.max_new_tokens)
-
-
-async def ended(worker: Worker, match: str) -> ReplicaUnhealthy:
-    """What Serve is told once the replica cannot serve any more."""
-
-    def serves() -> bool:
-        with suppress(ReplicaUnhealthy):
-            worker.check()
-            return True
-        return False
-
-    await until(lambda: not serves())
-    with pytest.raises(ReplicaUnhealthy, match=match) as raised:
-        worker.check()
-    return raised.value

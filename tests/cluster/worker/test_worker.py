@@ -5,6 +5,7 @@ counts as a reason; its requests end elsewhere with the right tokens.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -15,7 +16,7 @@ import pytest
 from cluster.worker.worker import ReplicaUnhealthy, Worker
 from scheduler.messages import Batch, BatchKind
 from tests.cluster.fakes import ClockAhead, FakeReplica, perfect
-from tests.cluster.pool.rig import CONFIG, Stuck, check, ended, shards
+from tests.cluster.pool.rig import CONFIG, Stuck, check, shards
 from tests.cluster.wire import Wire, until
 
 
@@ -40,6 +41,21 @@ class Failing(FakeReplica):
         if self.broken is not None:
             raise self.broken
         super().release(sequence_ids)
+
+
+async def ended(worker: Worker, match: str) -> ReplicaUnhealthy:
+    """What Serve is told once the replica cannot serve any more."""
+
+    def serves() -> bool:
+        with contextlib.suppress(ReplicaUnhealthy):
+            worker.check()
+            return True
+        return False
+
+    await until(lambda: not serves())
+    with pytest.raises(ReplicaUnhealthy, match=match) as raised:
+        worker.check()
+    return raised.value
 
 
 async def test_a_result_that_cannot_be_sent_is_a_failed_batch() -> None:
@@ -89,7 +105,7 @@ async def test_a_replica_that_breaks_leaves_at_once_with_all_it_holds(in_a_batch
         worker.check()
         lives = [w.submit([7, n], 40) for n in range(4)] if in_a_batch else []
         if not in_a_batch:
-            fake.broken = RuntimeError("rank 1 has ended")
+            fake.broken = RuntimeError("rank 1 has ended: \udc80")
         await until(lambda: not w.wire.replicas)
         unhealthy = await ended(worker, "it is broken: rank 1 has ended")
         assert unhealthy.by_batch == in_a_batch
@@ -146,12 +162,14 @@ async def test_a_batch_of_an_earlier_membership_that_hangs_counts_against_no_pre
         ({"fingerprint": "f0"}, "its weights or its arithmetic are not those of replica0"),
     ],
 )
-async def test_a_replica_of_another_output_is_refused(other: dict[str, str], message: str) -> None:
-    async with shards(1) as w:
+@pytest.mark.parametrize("shard", [0, 1])
+async def test_a_replica_of_another_output_is_refused(
+    other: dict[str, str], message: str, shard: int
+) -> None:
+    async with shards(1, 0) as w:
         fake = FakeReplica()
         fake.spec = replace(fake.spec, **other)
-        worker = await w.add_replica(fake=fake)
-        await ended(worker, message)
+        await ended(await w.add_replica(shard, fake), message)
         assert len(w.wire.replicas) == 1
 
 
