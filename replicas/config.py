@@ -149,7 +149,10 @@ class ReplicaConfig(BaseModel):
         " salt, also when no one uses them, as long as their place is not needed.",
     )
     prefill_chunk_tokens: int = Field(
-        512, ge=1, description="Tokens per row of one prefill forward; bounds its buffers."
+        512,
+        ge=1,
+        description="Tokens of one prefill forward for each prompt that a batch may have, however"
+        " they are divided among its rows; bounds its buffers.",
     )
     calibrate: bool = Field(
         True,

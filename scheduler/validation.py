@@ -132,6 +132,8 @@ def _decoding(decoding: Decoding, max_new_tokens: int, spec: ReplicaSpec | None)
         yield name, "not together with a grammar, which may leave no other token"
     if spec is not None:
         yield from _vocabulary("logit_bias", [token for token, _ in biases], spec.vocab_size)
+        words = [token for word in decoding.bad_words for token in word]
+        yield from _vocabulary("bad_words", words, max(spec.vocab_size, spec.embedding_size))
 
 
 def _vocabulary(field: str, tokens: Sequence[int], vocab_size: int) -> Objections:

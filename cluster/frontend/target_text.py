@@ -39,11 +39,13 @@ class TargetText:
     @cached_property
     def spec(self) -> ReplicaSpec:
         """What any replica of this target can hold at most; how many KV blocks is not known."""
+        tokens = 1 + max(self.tokenizer.get_vocab(with_added_tokens=True).values())
         return ReplicaSpec(
             kv_blocks=sys.maxsize,
             block_size=1,
             context_len=self.context_len,
-            vocab_size=1 + max(self.tokenizer.get_vocab(with_added_tokens=True).values()),
+            # A token may have been added to the tokenizer alone.
+            vocab_size=min(tokens, self.embedding_size or tokens),
             embedding_size=self.embedding_size,
         )
 

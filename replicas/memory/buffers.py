@@ -30,7 +30,7 @@ class Workload:
     draft_len: int
     prefill_rows: int
     chunk_tokens: int
-    """Tokens of one row in a prefill pass."""
+    """Tokens of a prefill pass for each of its rows, however they are divided among them."""
     pass_tokens: int
     """Tokens of one prefill pass, all rows together."""
     context_len: int

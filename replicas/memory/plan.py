@@ -8,8 +8,10 @@ batches shrink.
 from __future__ import annotations
 
 import os
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -210,21 +212,21 @@ def _fitting(
     widths = [wanted.pass_tokens]
     while widths[-1] > PASS_TOKENS_LEAST:
         widths.append(max(widths[-1] // 2, PASS_TOKENS_LEAST))
-    steps = sorted(
-        (
-            (rows, k)
-            for rows in range(1, wanted.rows + 1)
-            for k in range(min(wanted.draft_len, 1), wanted.draft_len + 1)
-        ),
-        key=lambda step: step[0] * (1 - _ACCEPTANCE ** (step[1] + 1)),
-        reverse=True,
-    )
-    for rows, k in steps:
-        narrowest = wanted.shrunk(rows, k, widths[-1])
-        if size(narrowest) <= most:
-            all_widths = (wanted.shrunk(rows, k, width) for width in widths)
-            return next((one for one in all_widths if size(one) <= min(most, usual)), narrowest)
-    return None
+
+    def too_large(k: int, rows: int) -> bool:
+        return size(wanted.shrunk(rows, k, widths[-1])) > most
+
+    # On a GPU each size is a pass that runs: they are few, and nearly always one is enough.
+    steps = [(wanted.rows, wanted.draft_len)]
+    if too_large(wanted.draft_len, wanted.rows):
+        every = range(1, wanted.rows + 1)
+        draft_lens = range(min(wanted.draft_len, 1), wanted.draft_len + 1)
+        steps = [(bisect_left(every, True, key=partial(too_large, k)), k) for k in draft_lens]
+    rows, k = max(steps, key=lambda step: step[0] * (1 - _ACCEPTANCE ** (step[1] + 1)))
+    if not rows:
+        return None
+    all_widths = [wanted.shrunk(rows, k, width) for width in widths]
+    return next((one for one in all_widths if size(one) <= min(most, usual)), all_widths[-1])
 
 
 def check_memory(config: ReplicaConfig, pair: PairShape, device: torch.device) -> None:

@@ -43,8 +43,8 @@ class FollowingDrafter:
         """Those of rank 0's."""
         self.name, self.taps = name, taps
         self.reach: dict[str, int | None] = {}
-        """What rank 0's drafter says of the rows that are released now. In a prefill it has seen
-        all that the target has filled."""
+        """What rank 0's drafter says of the rows that are released now; empty at any other time:
+        in a prefill it has seen all that the target has filled."""
 
     def begin(self, row: str, tokens: Sequence[int], salt: str, filled: int) -> None: ...
 

@@ -261,6 +261,8 @@ def _serve(replica: Replica, drafter: FollowingDrafter | None, rank_0: Channel) 
             if drafter is not None:
                 drafter.reach = message.rows
             replica.release(message.rows)
+            if drafter is not None:
+                drafter.reach = {}
             continue
         try:
             result = replica.step(message, interrupted)

@@ -39,7 +39,7 @@ def parse_lengths(text: str) -> Lengths:
     try:
         if text.startswith("lognormal:"):
             median, sigma = (float(part) for part in text.split(":")[1:])
-            if median >= 1 and sigma >= 0:
+            if 1 <= median < math.inf and 0 <= sigma < math.inf:
                 return lognormal(median, sigma)
         else:
             first, _, last = text.partition("..")

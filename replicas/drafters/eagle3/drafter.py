@@ -98,13 +98,19 @@ class Eagle3Drafter:
                 # A single position may be kept, and the next pass writes where a recording's are.
                 row.taps.append([tap.clone() for tap in parts] if end - begin == 1 else parts)
             first += end - begin
-        drafting = seen.drafted is None or any(drafted)
-        if drafting or any(len(self._rows[id].tokens) >= TOGETHER for id in seen.ids):
+        if seen.drafted is None:  # after a prefill it is as far as the target is
+            self._take_in(seen.ids, seen.table, least=1)
+        elif any(drafted) or any(len(self._rows[id].tokens) >= TOGETHER for id in seen.ids):
             self._take_in(seen.ids, seen.table)
 
-    def _take_in(self, ids: Sequence[str], table: torch.Tensor) -> None:  # [rows, blocks], int64
-        """All that was seen of rows that are more than one position behind."""
-        behind = [at for at, id in enumerate(ids) if len(self._rows[id].tokens) > 1]
+    def _take_in(
+        self,
+        ids: Sequence[str],
+        table: torch.Tensor,  # [rows, blocks], int64
+        least: int = 2,
+    ) -> None:
+        """All that was seen of rows that are at least so many positions behind."""
+        behind = [at for at, id in enumerate(ids) if len(self._rows[id].tokens) >= least]
         if not behind:
             return
         if len(behind) < len(ids):

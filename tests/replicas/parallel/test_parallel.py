@@ -178,6 +178,14 @@ def test_an_error_of_all_ranks_breaks_nothing_and_one_of_rank_0_does(
     with pytest.raises(AssertionError, match="the pool says 4 tokens"):
         client.steps(2)
     assert double.residents == ("a",)
+    # What rank 0 said of a row that has gone, how far its drafter was, holds for none that comes.
+    client.contents["a"].pop()
+    client.steps(0, n=12)
+    double.release(["a"])
+    for name in ("a", "b"):
+        client.prefill(**{name: [*client.contents["a"], 8]})
+    client.steps(1)
+    double.release(["a", "b"])
     assert len(run(double, 2, 2)) == 5
 
     monkeypatch.setattr(parallel, "FAILED_S", 0.5)

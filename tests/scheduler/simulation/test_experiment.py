@@ -72,9 +72,10 @@ def test_lengths_are_read_and_cut(text: str, lengths: object) -> None:
     assert max(lognormal(100, 3, most=120)(first) for _ in range(50)) == 120
 
 
-@pytest.mark.parametrize(
-    "text", ["", "0", "9..3", "x", "lognormal:0:1", "lognormal:5", "lognormal:5:-1"]
-)
+WRONG = ("", "0", "9..3", "x", "lognormal:0:1", "lognormal:5", "lognormal:5:-1", "lognormal:5:inf")
+
+
+@pytest.mark.parametrize("text", WRONG)
 def test_wrong_lengths_say_what_was_expected(text: str) -> None:
     with pytest.raises(ValueError, match=r"expected N, N\.\.M or lognormal"):
         parse_lengths(text)
