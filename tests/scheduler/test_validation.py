@@ -7,6 +7,7 @@ import math
 import pytest
 
 from scheduler.config import SchedulerConfig
+from scheduler.decoding import Decoding
 from scheduler.errors import InvalidRequest
 from scheduler.messages import ReplicaSpec, Request, SamplingParams
 from scheduler.validation import END_TOKENS_MAX, check_request
@@ -91,6 +92,7 @@ def test_ids_that_only_pad_the_embedding_may_come_back_but_not_be_asked_for() ->
     )
     check_request(request(committed=(100, 127)), CONFIG, padded)
     for field, value in (("committed", (128,)), ("prompt", (100,)), ("stop_token_ids", (100,))):
-        with pytest.raises(InvalidRequest) as caught:
+        with pytest.raises(InvalidRequest, match=f"^{field}: "):
             check_request(request(**{field: value}), CONFIG, padded)
-        assert caught.value.field == field
+    with pytest.raises(InvalidRequest, match="^bad_words: token id 128 is outside"):
+        check_request(request(decoding=Decoding(1, bad_words=((5, 128),))), CONFIG, padded)
