@@ -37,7 +37,9 @@ def from_args(args: Mapping[str, Any]) -> ClusterConfig:
     for key, (section, name) in SHORT_NAMES.items():
         if key not in args:
             continue
-        inner = nested.setdefault(section, {})
+        if nested.get(section) is None:
+            nested[section] = {}
+        inner = nested[section]
         if not isinstance(inner, dict) or name in inner:
             raise ConfigError(f"{key}: also given as {section}.{name}")
         inner[name] = _scalar(name, args[key])
@@ -76,15 +78,25 @@ def from_file(path: Path) -> ClusterConfig:
 
     Raises `ConfigError`, and `OSError` for a file that cannot be read.
     """
+    text = text_of(path)
     try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
+        data = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        # A date that no calendar has is a ValueError.
         raise ConfigError(f"{path}: {error}") from None
     if data is None:
         return ClusterConfig()
     if not isinstance(data, dict):
         raise ConfigError(f"{path}: expected a mapping of settings")
     return from_args(_serve_file_args(data) if "applications" in data else data)
+
+
+def text_of(path: Path) -> str:
+    """Raises `ConfigError` for what is not UTF-8, and `OSError`."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path}: not UTF-8") from None
 
 
 def server_address(environment: Mapping[str, str] = os.environ) -> str:
@@ -101,7 +113,7 @@ def api_key(path: Path | None, environment: Mapping[str, str] = os.environ) -> s
     if path is None:
         key = environment.get("LOCKSTEP_API_KEY", "").strip()
         return checked_key(key, "LOCKSTEP_API_KEY") if key else None
-    return checked_key(path.read_text(encoding="utf-8").strip(), str(path))
+    return checked_key(text_of(path).strip(), str(path))
 
 
 def checked_key(key: str, source: str) -> str:
@@ -114,15 +126,26 @@ def checked_key(key: str, source: str) -> str:
 
 
 def _serve_file_args(data: dict[str, Any]) -> dict[str, Any]:
+    """Raises `ConfigError`."""
     applications = data["applications"] or [{}]
-    args = dict(applications[0].get("args") or {})
+    if not isinstance(applications, list):
+        raise ConfigError("applications: must be a list")
+    args = _mapping(_mapping(applications[0], "applications.0").get("args"), "applications.0.args")
+    grpc, http = (_mapping(data.get(name), name) for name in ("grpc_options", "http_options"))
     ports = {
-        "grpc_port": (data.get("grpc_options") or {}).get("port"),
-        "http_host": (data.get("http_options") or {}).get("host"),
-        "http_port": (data.get("http_options") or {}).get("port"),
+        "grpc_port": grpc.get("port"),
+        "http_host": http.get("host"),
+        "http_port": http.get("port"),
     }
-    section = args.get("server") or {}
+    section = _mapping(args.get("server"), "server")
     for name, value in ports.items():
         if value is not None and name not in section:
             args.setdefault(name, value)
     return args
+
+
+def _mapping(found: Any, name: str) -> dict[str, Any]:
+    """A copy; empty for nothing. Raises `ConfigError`, which names it so."""
+    if not isinstance(found or {}, Mapping):
+        raise ConfigError(f"{name}: must be a mapping")
+    return dict(found or {})

@@ -80,15 +80,17 @@ def problems(
     """The place of each error, as "replica.dtype", and what is wrong there.
 
     `model`: what was validated, or a list of it. `more`: names that are allowed at the top beside
-    its own. `values`: whether a wrong value is shown. `given`: what was validated, needed where a
-    place may hold one of several kinds of value: pydantic names the kind among the place's parts,
-    and says of each kind why the value is none of it.
+    its own. `values`: whether wrong values and unknown names are shown. `given`: what was
+    validated, needed where a place may hold one of several kinds of value: pydantic names the kind
+    among the place's parts, and says of each kind why the value is none of it.
     """
     found: dict[tuple[str | int, ...], dict[str, str]] = {}
     for item in error.errors():
         place = item["loc"] if given is None else _place(item["loc"], model, given)
         shown = f", is {shown_value(item['input'])}" if values else ""
         reason, is_rule = _reason(dict(item), place, model, more)
+        if not values and item["type"] == "extra_forbidden":
+            place = (*place[:-1], "***")
         found.setdefault(place, {})[reason] = shown if is_rule else ""
     # Of a value of the right kind only what is wrong inside it is said.
     outer = {place[:length] for place in found for length in range(len(place))}
@@ -169,9 +171,15 @@ def _fields(model: type[BaseModel], place: Sequence[str | int]) -> Iterable[str]
         if isinstance(name, int):
             continue
         field = model.model_fields.get(name)
-        kinds = typing.get_args(field.annotation) or (field.annotation,) if field else ()
-        inner = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]
+        inner = _models(field.annotation) if field else []
         if not inner:
             return ()
         model = inner[0]
     return [field.alias or name for name, field in model.model_fields.items()]
+
+
+def _models(kind: Any) -> list[type[BaseModel]]:
+    """Those in an annotation, however deep."""
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        return [kind]
+    return [model for inner in typing.get_args(kind) for model in _models(inner)]

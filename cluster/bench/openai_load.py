@@ -15,6 +15,8 @@ from cluster.bench.workload import BenchError, Workload
 _SILENCE_S = 600.0
 """A stream without an event for so long has failed."""
 _LINE_BYTES = 1 << 20
+_FAILURES = (TimeoutError, aiohttp.ClientError, ValueError, LookupError, TypeError)
+"""Of a server that does not answer, or answers otherwise than OpenAI's."""
 _SALTED = ("lockstep", "vllm")
 """Owners of models, as servers say, that know `cache_salt`."""
 
@@ -47,7 +49,7 @@ class OpenAIServer:
                 self.model = self.model or str(listed[0]["id"])
                 owners = [one.get("owned_by") for one in listed if one["id"] == self.model]
                 self._salted = any(owner in _SALTED for owner in owners)
-        except (aiohttp.ClientError, ValueError, LookupError, TypeError) as error:
+        except _FAILURES as error:
             await self._http.close()
             raise BenchError(f"openai: {self.url}/v1/models: {error!r}") from None
         return self
@@ -71,7 +73,7 @@ class OpenAIServer:
                             continue
                         event = json.loads(line[5:])
                         take_event(record, event, now_s())
-            except (TimeoutError, aiohttp.ClientError, ValueError) as error:
+            except (*_FAILURES, AttributeError) as error:
                 record.error = type(error).__name__
 
         return send
@@ -99,16 +101,18 @@ class OpenAIServer:
 def take_event(record: Record, event: dict[str, Any], now_s: float) -> None:
     """An event says how many tokens there are only at the end: they are divided among the events
     that brought text."""
-    if "error" in event:
-        record.error = str(event["error"].get("code") or event["error"].get("type"))
+    if error := event.get("error"):
+        said = error if isinstance(error, dict) else {}
+        record.error = str(said.get("code") or said.get("type") or error)
     choices = event.get("choices") or ()
     if any(each.get("text") or (each.get("delta") or {}).get("content") for each in choices):
         record.chunks.append((now_s, 1))
     if usage := event.get("usage"):
-        record.prompt_tokens = usage["prompt_tokens"]
+        record.prompt_tokens = usage.get("prompt_tokens") or 0
         cached = usage.get("prompt_tokens_details") or {}
         record.cached_tokens = cached.get("cached_tokens") or 0
-        new, events = usage["completion_tokens"], len(record.chunks)
+        events = len(record.chunks)
+        new = usage.get("completion_tokens") or events
         record.chunks = [
             (at_s, new * (n + 1) // events - new * n // events)
             for n, (at_s, _) in enumerate(record.chunks)

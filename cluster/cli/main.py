@@ -15,7 +15,7 @@ from cluster.cli.client_flags import PriorityName, with_request, with_server
 from cluster.cli.flags import ENGINE, SectionedCommand, help_of, with_settings
 from cluster.cli.simulate import simulate
 from cluster.config import ConfigError, ServerConfig
-from cluster.config_sources import from_args
+from cluster.config_sources import from_args, text_of
 from cluster.frontend.admission import keys as store
 
 main = typer.Typer(
@@ -79,7 +79,7 @@ def serve(
             settings = at_revision(settings, revision)
         settings = with_paths(settings)
         if settings.replica.chat_template is not None:
-            Path(settings.replica.chat_template).read_text(encoding="utf-8")
+            text_of(Path(settings.replica.chat_template))
         settings = with_key(settings, api_key)
         check_exposure(settings)
         if settings.auth.keys_file is not None:
@@ -99,7 +99,11 @@ def generate(
     """Generate text, streamed."""
     from cluster.cli.generate import generate as stream
 
-    text = sys.stdin.read() if prompt == "-" else prompt
+    try:
+        text = sys.stdin.read() if prompt == "-" else prompt
+        text.encode()
+    except UnicodeError:
+        raise typer.BadParameter("prompt: not UTF-8") from None
     raise typer.Exit(stream(server, text, request, as_json))
 
 

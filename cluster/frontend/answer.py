@@ -96,7 +96,8 @@ class Answer:
     def submit(self, request: Request, text: TextStream, tools: ToolReader | None) -> None:
         """Hand one more sequence to the pool."""
         assert request.timeout_s is not None
-        live = self._router.submit(request, request.timeout_s)
+        left_s = self._arrived_s + request.timeout_s - time.monotonic()
+        live = self._router.submit(request, left_s)
         self.sequences.append(AnswerSequence(len(self.sequences), live, text, tools))
 
     def seed(self, index: int) -> int | None:

@@ -161,6 +161,8 @@ def check_call(call: GenerateCall, config: ClusterConfig, context_len: int) -> N
     if call.committed_token_ids:
         if call.sequences > 1:
             raise InvalidRequest("committed_token_ids", "only one sequence can be continued")
+        if call.max_new_tokens == 0:
+            raise InvalidRequest("committed_token_ids", "only with new tokens, none are asked for")
         if call.sampled and call.seed is None:
             raise InvalidRequest("seed", "a sampled stream can only be continued with its seed")
 

@@ -52,13 +52,11 @@ class ChatPrompt:
 
     @property
     def size(self) -> int:
-        """Bytes in UTF-8."""
-        said = sum(len(str(part).encode("utf-8", "replace")) for part in self.tools)
-        return said + sum(
-            len(str(value).encode("utf-8", "replace"))
-            for turn in self.messages
-            for value in turn.values()
-        )
+        """Bytes in UTF-8; 0 without a turn."""
+        parts: list[Any] = [value for turn in self.messages for value in turn.values()]
+        if parts:
+            parts += [*self.tools, *self.options.items()]
+        return sum(len(str(part).encode("utf-8", "replace")) for part in parts)
 
 
 Prompt = TextPrompt | TokenPrompt | ChatPrompt

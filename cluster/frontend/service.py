@@ -130,9 +130,7 @@ class FrontendService:
         if call.drawn_seed is None:
             call = replace(call, drawn_seed=drawn_seed(self.config))
         priority = admitted.priority(call.priority)
-        unfinished = self.router.unfinished
-        if unfinished + call.sequences > self.config.frontend.requests_max:
-            raise Overloaded(f"{unfinished} requests are in flight already")
+        self._check_load(call.sequences)
         grammar = ""
         if call.structure is not None:
             # To compile one may take a while.
@@ -144,6 +142,8 @@ class FrontendService:
             requests += requests_of(
                 call, number, tokens, self.text, self.config, grammar, priority, admitted.tenant
             )
+        # Others came while tokens were made; from here on none can.
+        self._check_load(call.sequences)
         admitted.charge(sum(request.length_max for request in requests))
         answer = Answer(call, arrived_s, self.router, self._meter, self.config)
         try:
@@ -157,6 +157,12 @@ class FrontendService:
             answer.cancel()
             raise
         return answer
+
+    def _check_load(self, sequences: int) -> None:
+        """Raises Overloaded where so many more are too many."""
+        unfinished = self.router.unfinished
+        if unfinished + sequences > self.config.frontend.requests_max:
+            raise Overloaded(f"{unfinished} requests are in flight already")
 
     async def tokens(self, prompt: Prompt) -> tuple[int, ...]:
         """Those of a prompt; of a long one made off the event loop. Raises InvalidRequest."""

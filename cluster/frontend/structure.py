@@ -19,12 +19,18 @@ class Structure:
 
     kind: Literal["json_schema", "regex", "choice", "grammar"]
     texts: Sequence[str]
+    given_as: str = ""
+    """The field that asks for it, where it is not the one named after the kind."""
+
+    @property
+    def field(self) -> str:
+        return self.given_as or self.kind
 
     def check(self, ignore_eos: bool) -> None:
         """Raises InvalidRequest."""
         if ignore_eos:
-            raise InvalidRequest("ignore_eos", f"not with {self.kind}, which says where to end")
+            raise InvalidRequest("ignore_eos", f"not with {self.field}: that says where to end")
         if not all(self.texts) or not self.texts:
-            raise InvalidRequest(self.kind, "must not be empty")
+            raise InvalidRequest(self.field, "must not be empty")
         if (size := sum(len(text.encode()) for text in self.texts)) > BYTES_MAX:
-            raise InvalidRequest(self.kind, f"{size} bytes, at most {BYTES_MAX} allowed")
+            raise InvalidRequest(self.field, f"{size} bytes, at most {BYTES_MAX} allowed")

@@ -157,18 +157,18 @@ class TargetText:
 
         grammars = self.grammars
         if grammars is None:
-            raise InvalidRequest(structure.kind, "llguidance cannot read the target's tokenizer")
+            raise InvalidRequest(structure.field, "llguidance cannot read the target's tokenizer")
         try:
             grammar = grammar_of(structure.kind, structure.texts)
             grammars.check(grammar)
         except GrammarError as error:
-            raise InvalidRequest(structure.kind, str(error)) from None
+            raise InvalidRequest(structure.field, str(error)) from None
         # A token that is none is refused later, like one of a call without a grammar.
         if all(0 <= token < self.spec.vocab_size for token in committed):
             try:
                 grammars.match(grammar, committed)
             except GrammarError:
-                reason = f"{structure.kind} does not allow these tokens"
+                reason = f"{structure.field} does not allow these tokens"
                 raise InvalidRequest("committed_token_ids", reason) from None
         return grammar
 

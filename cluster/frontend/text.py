@@ -14,6 +14,8 @@ from tokenizers import Tokenizer
 
 _CONTEXT_TOKENS = 16
 """Tokens of the prompt that the decoder sees, so that the first new token gets its space right."""
+_CHARACTER_BYTES = 4
+"""In UTF-8, at most."""
 _INCOMPLETE = "\ufffd"
 """What a decoder makes of bytes that are no character, or not yet."""
 HELD_MAX = 64
@@ -43,8 +45,12 @@ class Detokenizer:
         self._given: str
         """What of the text of both was given out, or is the prompt's."""
         context = list(prompt[-_CONTEXT_TOKENS:])
-        # Of a context that ends within a character it is not known what was given out.
-        self._settle([] if self._decode(context).endswith(_INCOMPLETE) else context)
+        if len(prompt) > _CONTEXT_TOKENS:
+            # It may begin within a character, which makes a whole run of byte tokens U+FFFD.
+            tails = (context[at:] for at in range(_CHARACTER_BYTES))
+            whole = (tail for tail in tails if not self._decode(tail).endswith(_INCOMPLETE))
+            context = next(whole, context)
+        self._settle(context)
 
     def push(self, token: int) -> str:
         """The text that `token` completes; empty while a character is incomplete."""

@@ -37,7 +37,8 @@ _HEADER = "# API keys of Lockstep, made by `lockstep keys`. Holds hashes, never 
 
 
 class KeysError(ConfigError):
-    """A file of keys that makes no sense. The message names entry and field, never a value."""
+    """A file of keys that makes no sense. The message names entry and field, never what else
+    stands there."""
 
 
 class KeyEntry(BaseModel):
@@ -91,7 +92,8 @@ def parse(text: str) -> tuple[KeyEntry, ...]:
         # Without the excerpt that PyYAML adds: somebody may have pasted a key into the file.
         line = error.problem_mark.line + 1 if error.problem_mark else 0
         raise KeysError(f"line {line}: not YAML: {error.problem}") from None
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError, RecursionError):
+        # A date that no calendar has is a ValueError.
         raise KeysError("not YAML") from None
     if not isinstance(data, list):
         raise KeysError("expected a list of keys ([] for none)")

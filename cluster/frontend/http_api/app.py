@@ -21,7 +21,7 @@ log = logging.getLogger("lockstep.frontend")
 
 
 def http_app(service: FrontendService) -> FastAPI:
-    """Also routes /healthz (this process lives) and /readyz (a replica is ready).
+    """Also routes /healthz (this process lives), /readyz and /health (a replica is ready).
 
     Serve's proxy gives every request and its answer the header x-request-id, the client's own if it
     sends one: to set it here would send it twice.
@@ -68,6 +68,7 @@ def http_app(service: FrontendService) -> FastAPI:
     async def healthz() -> PlainTextResponse:
         return PlainTextResponse("ok")
 
+    @app.get("/health")
     @app.get("/readyz")
     async def readyz() -> PlainTextResponse:
         ready = service.ready()

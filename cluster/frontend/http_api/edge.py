@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from fastapi import Request
 from fastapi.responses import JSONResponse
 from grpc import StatusCode
+from starlette.requests import ClientDisconnect
 
 from cluster.frontend.admission.control import Caller
 from cluster.frontend.json_text import parsed_json
@@ -55,7 +56,8 @@ def check_model(service: FrontendService, name: str) -> None:
 async def read_body(request: Request, bytes_max: int, parse: Callable[[dict[str, Any]], T]) -> T:
     """What `parse` makes of the body's fields; it may raise InvalidRequest, too.
 
-    Raises InvalidRequest for a body that is too long, too slow or no JSON object.
+    Raises InvalidRequest for a body that is too long, too slow or no JSON object, and Refused where
+    the client leaves before its end.
     """
     body = bytearray()
     try:
@@ -67,6 +69,8 @@ async def read_body(request: Request, bytes_max: int, parse: Callable[[dict[str,
     except TimeoutError:
         reason = f"the body did not come within {_BODY_S:.0f} s"
         raise InvalidRequest("request", reason) from None
+    except ClientDisconnect:
+        raise Refused(Refusal(StatusCode.CANCELLED, "the client has left")) from None
     if len(body) <= _PARSE_INLINE_BYTES:
         return _parsed(body, parse)
     return await asyncio.get_running_loop().run_in_executor(_PARSER, _parsed, body, parse)

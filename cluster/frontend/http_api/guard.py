@@ -20,7 +20,7 @@ _DEFAULT_PORTS = {"http": ":80", "https": ":443"}
 
 def guard_of(config: ClusterConfig) -> Callable[[Request], Awaitable[None]]:
     """A dependency of routes, which raises HTTPException for a request that is not to be served.
-    What tells nothing of requests does without: it is open to every caller by whatever name."""
+    Health does without: it is open to every caller by whatever name."""
     origins = config.server.http_origins
     # A page has no key, so with keys any name may be used.
     hosts = None if config.auth.has_keys else config.server.http_hosts

@@ -116,9 +116,7 @@ class _Request(Strict, BaseModel):  # BaseModel is named for the linter, which l
     @property
     def structure_field(self) -> str:
         """The field that says what the text must be."""
-        if self.response_format is not None:
-            return "response_format"
-        return "tools" if self.structured_outputs is None else "structured_outputs"
+        return "structured_outputs" if self.response_format is None else "response_format"
 
     @property
     def limit(self) -> tuple[str, int | None]:

@@ -1,4 +1,4 @@
-"""The target's tokens over HTTP, as other servers have them; /health and /version."""
+"""The target's tokens over HTTP, as other servers have them; /version."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from importlib.metadata import version
 from typing import Any, Self, TypeVar
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from fastapi.responses import JSONResponse, Response
 from pydantic import model_validator
 
 from cluster.frontend.calls import check_prompt
@@ -69,11 +69,6 @@ _A = TypeVar("_A", bound=_Asked)
 
 def tokens_router(service: FrontendService) -> APIRouter:
     router, bytes_max = APIRouter(), service.config.frontend.message_bytes_max
-
-    @router.get("/health")
-    async def health() -> PlainTextResponse:
-        """200 while a replica is ready."""
-        return PlainTextResponse("", 200 if service.ready() else 503)
 
     @router.get("/version")
     async def versions() -> JSONResponse:

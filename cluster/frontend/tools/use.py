@@ -180,4 +180,4 @@ def _tool_structure(use: ToolUse, form: ToolFormat) -> Structure | None:
         begin = json.dumps('{"name": ' + json.dumps(function.name) + f', "{key}": ')
         head.append(f'c{number}: {begin} a{number} "}}"')
         head.append(f"a{number}: %json {json.dumps(schema)}")
-    return Structure("grammar", ("\n".join(head),))
+    return Structure("grammar", ("\n".join(head),), "tools")

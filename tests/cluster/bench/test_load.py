@@ -222,5 +222,8 @@ def test_tokens_are_divided_among_the_events_that_brought_text() -> None:
     take_event(record, {"choices": [], "usage": {"prompt_tokens": 4, "completion_tokens": 8}}, 5.0)
     assert record.chunks == [(1.0, 2), (3.0, 3), (4.0, 3)]
     assert (record.prompt_tokens, record.error) == (4, "")
-    take_event(record, {"error": {"code": "UNAVAILABLE"}}, 6.0)
-    assert record.error == "UNAVAILABLE"
+    take_event(record, {"error": None, "usage": {"completion_tokens": 0}}, 6.0)
+    assert (record.new_tokens, record.error) == (3, "")
+    for error in ({"code": "UNAVAILABLE"}, "slow"):
+        take_event(record, {"error": error}, 7.0)
+        assert record.error in ("UNAVAILABLE", error)

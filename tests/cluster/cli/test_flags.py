@@ -196,6 +196,7 @@ def test_of_a_key_the_settings_have_the_hash(
         (["--seed", str(2**63)], "--seed: must be below 9223372036854775808"),
         (["--api-key", "a b"], "--api-key: an API key is one word"),
         (["--chat-template", "nowhere.jinja"], "nowhere.jinja"),
+        (["--chat-template", "FOLDER/latin"], "latin: not UTF-8"),
         (["--config", "FOLDER/wrong.yaml"], "scheduler.rows: unknown name; did you mean rows_max?"),
         (["--api-key", "a", "--allow-anyone"], "api_key_sha256 and allow_anyone contradict"),
     ],
@@ -204,6 +205,7 @@ def test_a_wrong_value_is_a_sentence(
     flags: list[str], said: str, served: list[ClusterConfig], tmp_path: Path
 ) -> None:
     (tmp_path / "wrong.yaml").write_text("scheduler: {rows: 4}\n")
+    (tmp_path / "latin").write_bytes(b"\xff")
     flags = [flag.replace("FOLDER", str(tmp_path)) for flag in flags]
     assert said in lockstep("serve", *flags, code=2)
     assert served == []

@@ -57,6 +57,7 @@ def test_generate_sends_class_and_salt(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("args", "said"),
     [
+        (["generate", "\ud800"], "prompt: not UTF-8"),
         (["generate", "x", "--top-k", str(2**31)], "top_k"),
         (["demo", "--grpc-port", "70000"], "server.grpc_port: must be at most 65535, is 70000"),
         (["status", "--watch", "--json", "--address", NOWHERE], "--watch: not with --json"),

@@ -160,7 +160,6 @@ def test_the_terminal_says_what_fits_or_the_least_that_would(
             marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
         ),
         (["--device", "cuda:1", "--tensor-parallel", "2"], "device cuda:1 is one of several"),
-        (["--memory", "much"], "--memory"),
         (["--context-len", "4096"], "context_len: 4096 is over"),
         (["--target", "/nowhere"], "/nowhere"),
         (["--config", "/nowhere.yaml"], "/nowhere.yaml"),

@@ -61,16 +61,17 @@ async def http(
     client: str | None = "127.0.0.1",
     parts: int = 1,
     ends: bool = True,
+    leaves: bool = False,
     method: str = "",
 ) -> Answer:
     """One request, its body in so many parts; the client does not say that its body ends unless it
-    `ends`."""
+    `ends`, and `leaves` behind it."""
     size = -(-len(body) // parts) or 1
     chunks = [body[at : at + size] for at in range(0, max(len(body), 1), size)]
     incoming = [
         {"type": "http.request", "body": chunk, "more_body": not ends or n + 1 < len(chunks)}
         for n, chunk in enumerate(chunks)
-    ]
+    ] + [{"type": "http.disconnect"}] * leaves
     sent: list[dict[str, Any]] = []
 
     async def receive() -> dict[str, Any]:

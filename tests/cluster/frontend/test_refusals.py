@@ -6,6 +6,7 @@ The ranges of numbers are the scheduler's, and have their own test there.
 
 from __future__ import annotations
 
+import json
 import math
 from typing import Any
 
@@ -31,6 +32,7 @@ A_NAME = "must be 1 to 64 of the characters a-z, A-Z, 0-9, '_', '.' and '-', is 
 AN_OBJECT = "must be the text of a JSON object, is"
 A_CALL = {"role": "assistant", "tool_calls": [{"name": "f", "arguments": "[]"}]}
 NO_SCHEMA = {"name": "a", "parameters": "x"}
+NO_TYPED = {"name": "a", "parameters": '{"type": "thing"}'}
 TOOLED: dict[str, Any] = {"messages": ASKED, "tools": GRPC_TOOLS}
 OPTIONS = "chat_template_kwargs"
 GRPC: Rows = [
@@ -41,11 +43,9 @@ GRPC: Rows = [
     ({"prompt_token_ids": {"ids": [1, 99999]}}, "prompt_token_ids: "),
     ({"prompt_token_ids": {"ids": [5] * 200_000}}, "prompt_token_ids: 200000 tokens, at most"),
     ({"prompt_token_ids": {"ids": [5] * 5_000_000}}, "request: "),
-    ({"request_id": "y" * 5_000_000}, "request: "),
     ({"request_id": "y" * 129}, "request_id: 129 characters, at most 128 allowed"),
     ({"cache_salt": "y" * 129}, "cache_salt: 129 characters, at most 128 allowed"),
     ({"max_new_tokens": 0}, "max_new_tokens: must be at least 1, is 0"),
-    ({"max_new_tokens": 2_000_000}, "max_new_tokens: prompt ("),
     ({"temperature": math.nan}, "temperature: must be in [0, 1e+06], is nan"),
     ({"stop": ["a"] * 17}, "stop: 17 given, at most 16 allowed"),
     ({"stop": ["a" * 257]}, "stop: a string must have 1 to 256 characters, has 257"),
@@ -56,6 +56,7 @@ GRPC: Rows = [
     ({"committed_token_ids": [99999]}, "committed_token_ids: "),
     ({"committed_token_ids": [5] * 3, "max_new_tokens": 2}, "committed_token_ids: 3 tokens"),
     ({"committed_token_ids": [5], "temperature": 1}, "seed: "),
+    ({"committed_token_ids": [5], "max_new_tokens": 0, "prompt_logprobs": 1}, "committed_token"),
     ({"committed_token_ids": [5], "n": 2}, "committed_token_ids: only one sequence"),
     ({"n": 0}, "n: must be at least 1, is 0"),
     ({"n": 2**31 - 1}, "n: 2147483647 sequences asked for, at most 128 allowed"),
@@ -67,19 +68,19 @@ GRPC: Rows = [
     (TOOLED | {"tool_mode": 2, "regex": "a"}, "regex: not with tools that bind"),
     ({"messages": ASKED, "tools": [{"name": "a b"}]}, f"tools.0.name: {A_NAME}"),
     ({"messages": ASKED, "tools": [NO_SCHEMA]}, f"tools.0.parameters: {AN_OBJECT} 'x'"),
+    ({"messages": ASKED, "tools": [NO_TYPED], "tool_mode": 2}, "tools: "),
     ({"messages": [A_CALL]}, f"messages.0.tool_calls.0.arguments: {AN_OBJECT}"),
     ({"messages": ASKED, "prompt": "x"}, "messages: prompt is given as well"),
     ({"messages": [{"content": "x"}]}, "messages: a role must not be empty"),
     ({"messages": ASKED * 1025}, "messages: 1025 given, at most 1024 allowed"),
     ({"messages": [{"role": "user", "content": "x" * (1 << 20)}]}, "messages: 1048580 bytes, at"),
+    ({"messages": ASKED, OPTIONS: json.dumps({"a": "x" * (1 << 20)})}, "messages: 10486"),
     ({"messages": ASKED, OPTIONS: "[]"}, f"{OPTIONS}: {AN_OBJECT}"),
     ({"messages": ASKED, OPTIONS: '{"tokenize": 1}'}, f"{OPTIONS}: tokenize is not"),
 ]
 A_PROMPT = "must be a text, a list of token ids, or a list of either, is"
 COMPLETIONS: Rows = [
     ({"temprature": 1}, "temprature: unknown name; did you mean temperature?"),
-    ({"messages": []}, "messages: unknown name"),
-    ({"prompt": ""}, "prompt: must not be empty"),
     ({"prompt": []}, f"prompt: {A_PROMPT} []"),
     ({"prompt": [1, "x"]}, f"prompt: {A_PROMPT} [1, 'x']"),
     ({"prompt": [True]}, f"prompt: {A_PROMPT}"),
@@ -91,8 +92,6 @@ COMPLETIONS: Rows = [
     ({"max_tokens": 1.5}, "max_tokens: must be a whole number, is 1.5"),
     ({"max_tokens": 5, "min_tokens": 6}, "min_tokens: must be in [0, max_new_tokens], is 6"),
     ({"temperature": "hot"}, "temperature: must be a number, is 'hot'"),
-    ({"top_p": 3}, "top_p: must be in (0, 1], is 3.0"),
-    ({"top_k": -2}, "top_k: "),
     ({"logprobs": 21}, "logprobs: must be in [0, 20], is 21"),
     ({"frequency_penalty": 2.5}, "frequency_penalty: must be in [-2, 2], is 2.5"),
     ({"repetition_penalty": 0}, "repetition_penalty: must be finite and above 0"),
@@ -115,12 +114,13 @@ SHAPE = {"type": "json_schema"}
 NO_TYPE = {"name": "a", "schema": {"type": "thing"}}
 BOUND: dict[str, Any] = {"tools": TOOLS, "tool_choice": "required"}
 NAMED = {"type": "function", "function": {"name": "x"}}
+MISTYPED = {"type": "function", "function": {"name": "a", "parameters": {"type": "thing"}}}
+HALF_A_CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}
 SPACED = {"type": "function", "function": {"name": "a b"}}
 CHATS: Rows = [
     ({"messages": []}, "messages: must not be empty"),
     ({"messages": "x"}, "messages: must be a list, is 'x'"),
     ({"messages": [{"role": "user"}]}, f"messages.0.content: {A_TEXT} None"),
-    ({"messages": [{"role": "user", "content": 5}]}, f"messages.0.content: {A_TEXT} 5"),
     ({"messages": [IMAGE]}, f"messages.0.content: {A_TEXT}"),
     ({"max_completion_tokens": 10**6}, "max_completion_tokens: prompt ("),
     ({"top_logprobs": 2}, "top_logprobs: only with logprobs"),
@@ -129,12 +129,13 @@ CHATS: Rows = [
     ({"response_format": SHAPE | {"json_schema": NO_TYPE}}, "response_format: "),
     ({"response_format": SHAPE | {"json_schema": {}}}, "response_format.json_schema.schema: must"),
     (BOUND | {"response_format": {"type": "json_object"}}, "response_format: not with tools that"),
+    (BOUND | {"tools": [MISTYPED], "response_format": {"type": "text"}}, "tools: "),
+    ({"messages": [HALF_A_CALL]}, "messages.0.tool_calls.0.function.arguments: must be given"),
     ({"tools": [{}]}, "tools.0.type: must be given"),
     ({"tools": [{"type": "web_search"}]}, "tools.0.type: must be 'function', is 'web_search'"),
     ({"tools": [SPACED]}, f"tools.0.function.name: {A_NAME}"),
     ({"tool_choice": "required"}, "tool_choice: no tools are given"),
     ({"tool_choice": "sometimes"}, f"tool_choice: {A_MODE} 'sometimes'"),
-    ({"tool_choice": 5}, f"tool_choice: {A_MODE} 5"),
     (
         {"tool_choice": {"type": "function", "functoin": {"name": "x"}}},
         "tool_choice.function: must be given; "

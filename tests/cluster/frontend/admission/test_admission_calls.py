@@ -25,7 +25,7 @@ from scheduler.messages import Batch, Priority, Request, StepResult
 from tests.cluster.fakes import FakeReplica, perfect, tokenizer
 from tests.cluster.frontend import rig
 from tests.cluster.frontend.http_rig import http
-from tests.cluster.frontend.rig import PROMPT, PROMPT_IDS, Context, both, frontend, stream
+from tests.cluster.frontend.rig import CONFIG, PROMPT, PROMPT_IDS, Context, both, frontend, stream
 
 
 @pytest.fixture
@@ -40,21 +40,23 @@ def keyed(path: Path, **sections: Any) -> ClusterConfig:
 # --------------------------------------------------------------------------- what for
 
 
-async def test_class_and_tenant_go_to_the_pool(keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_a_call_is_goes_to_the_pool(keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     key = add(keys, "alice", "high")
-    sent: list[Request] = []
+    sent: list[tuple[Request, float]] = []
     async with frontend(config=keyed(keys)) as made:
         submit = made.service.router.submit
         monkeypatch.setattr(
-            made.service.router, "submit", lambda r, t: (sent.append(r), submit(r, t))[1]
+            made.service.router, "submit", lambda r, t: (sent.append((r, t)), submit(r, t))[1]
         )
         for priority in pb.Priority.values():
             request = pb.GenerateRequest(prompt="x", max_new_tokens=1, priority=priority)
             context = Context(f"Bearer {key}")
             await made.Generate(request, context)
             assert context.code is None
-    assert {request.tenant for request in sent} == {"alice"}
-    assert [request.priority for request in sent] == [
+    # What has passed since the call came is not left.
+    assert all(0 < left_s < CONFIG.frontend.timeout_s for _, left_s in sent)
+    assert {request.tenant for request, _ in sent} == {"alice"}
+    assert [request.priority for request, _ in sent] == [
         Priority.NORMAL,  # unspecified
         Priority.HIGH,
         Priority.NORMAL,

@@ -91,14 +91,15 @@ def test_two_commands_at_once_do_not_undo_each_other(path: Path) -> None:
     ("text", "named"),
     [
         ("", "expected a list"),
-        ("name: x", "expected a list"),
         ("- [", "line 1"),
+        ("- 2021-13-40", "not YAML"),
+        ("[" * 5000, "not YAML"),
         (f"- {{sha256: {HASH}}}", "0.name"),
         ("- {name: x}", "0.sha256"),
         (f"- {{name: x, sha256: {HASH[1:]}}}", "0.sha256"),
         (f"- {{name: x, sha256: {HASH.upper()}}}", "0.sha256"),
         (f"- {{name: x/y, sha256: {HASH}}}", "0.name"),
-        (f"- {{name: x, sha256: {HASH}, colour: red}}", "0.colour"),
+        (f"- {{name: x, sha256: {HASH}, colour: red}}", "unknown name"),
         (f"- {{name: x, sha256: {HASH}, priority_max: top}}", "0.priority_max"),
         (f"- {{name: x, sha256: {HASH}, tokens_per_minute: 0}}", "0.tokens_per_minute"),
         (f"- {{name: x, sha256: {HASH}, requests_max: many}}", "0.requests_max"),
@@ -111,7 +112,7 @@ def test_what_is_wrong_in_a_file_is_named(text: str, named: str) -> None:
         parse(text)
 
 
-@pytest.mark.parametrize("text", ["- {name: x, sha256: %s}", "%s: [", "- %s", "[%s", "{a: b: %s}"])
+@pytest.mark.parametrize("text", ["- {sha256: %s}", "%s: [", "- %s", "- {%s: x}", "{a: b: %s}"])
 def test_a_key_that_was_pasted_into_the_file_is_in_no_message(text: str) -> None:
     pasted = PREFIX + "q" * 43
     with pytest.raises(KeysError) as caught:

@@ -29,7 +29,6 @@ from tests.cluster.frontend.rig import (
     Context,
     both,
     frontend,
-    pool_of,
     stream,
     text_of,
     unfinished,
@@ -95,18 +94,22 @@ async def test_a_sampled_request_without_seed_is_told_the_one_drawn() -> None:
         assert (await made.Generate(request, Context())).end.seed == 7
 
 
-async def test_overload_says_when_to_come_back() -> None:
+async def test_overload_says_when_to_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also to what comes while others are made tokens."""
+    monkeypatch.setattr("cluster.frontend.service._TOKENIZE_INLINE", 0)
     config = from_args({"frontend": {"requests_max": 1}})
     async with frontend(step_s=0.02, config=config) as made:
         request = pb.GenerateRequest(prompt=PROMPT, max_new_tokens=400)
-        first = asyncio.ensure_future(made.Generate(request, Context()))
-        pool = pool_of(made)
-        await until(lambda: pool.snapshot.live == 1)
-        for context in await both(made, request):
+        seen = [Context() for _ in range(3)]
+        calls = [asyncio.ensure_future(made.Generate(request, each)) for each in seen]
+        await until(lambda: sum(call.done() for call in calls) == 2)
+        refused = [each for each, call in zip(seen, calls, strict=True) if call.done()]
+        for context in refused + await both(made, request):
             assert context.code is StatusCode.RESOURCE_EXHAUSTED
             assert int(context.trailing["retry-after"]) >= 1
-        first.cancel()
-        await asyncio.gather(first, return_exceptions=True)
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
 
 
 async def test_an_answer_of_more_than_a_message_may_hold_is_refused_for_good() -> None:

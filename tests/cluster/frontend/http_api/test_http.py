@@ -65,21 +65,16 @@ BAD_BODIES = [
     b"",
     b"{",
     b"[]",
-    b"null",
-    b'"x"',
     b"[" * 200_000,
-    b'{"a":' * 100_000,
     b'{"model": "tiny", "prompt": "' + b"x" * 5_000_000 + b'"}',
     b'{"model": "tiny", "prompt": "\\ud800"}',
     b'{"model": "tiny", "prompt": "\xed\xa0\x80"}',
-    b'{"model": "tiny", "prompt": "x", "user": "\xed\xa0\x80"}',
     BODY.decode().encode("utf-16"),
     b'{"nonsense\\ud800": 1}',
     b'{"model": "tiny", "prompt": "x", "temperature": NaN}',
     b'{"model": "tiny", "prompt": "x", "max_tokens": 1e400}',
     b'{"model": "tiny", "prompt": "x", "max_tokens": ' + b"9" * 6000 + b"}",
     b'{"model": "tiny", "prompt": "x", "temperature": 1' + b"0" * 400 + b"}",
-    b'{"model": "tiny", "prompt": "x", "top_p": -1' + b"0" * 400 + b"}",
     b'{"model": "tiny", "prompt": "x", "stop_token_ids": [1' + b"0" * 400 + b"]}",
     b'{"model": "tiny", "prompt": "x", "seed": 1e300}',
     b'{"model": "tiny", "prompt": "x", "logit_bias": {"' + b"9" * 5000 + b'": 1}}',
@@ -124,6 +119,7 @@ async def test_a_body_without_an_end_is_not_waited_for(monkeypatch: pytest.Monke
     monkeypatch.setattr("cluster.frontend.http_api.edge._BODY_S", 0.1)
     async with http_frontend() as app:
         assert (await http(app, b"{", ends=False)).status == 400
+        assert (await http(app, b"{", ends=False, leaves=True)).status == 499
 
 
 OURS = ["localhost:8000", "127.0.0.1", "[::1]:8000", "api.localhost:8000", "Ours.example.:8000"]
@@ -159,7 +155,7 @@ async def test_a_web_page_cannot_use_the_server(headers: dict[str, str], status:
         shown = answer.headers.get("access-control-allow-origin")
         assert shown == (headers["origin"] if "page" in headers.get("origin", "") else None)
         paths = {path: method.upper() for path, [method] in app.openapi()["paths"].items()}
-        told = {"/healthz": 200, "/readyz": 200, "/v1/completions/": 404}
+        told = {"/healthz": 200, "/readyz": 200, "/health": 200, "/v1/completions/": 404}
         for path, method in (paths | {"/v1/completions/": "POST"}).items():
             probe = await http(app, path=path, method=method, headers={"host": "pod-7.cluster"})
             expected = told.get(path, 421)
