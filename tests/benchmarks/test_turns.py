@@ -7,11 +7,8 @@ from collections.abc import Sequence
 import pytest
 
 from benchmarks.shared.measured import Way, ratio, side_by_side
-from benchmarks.shared.transformers_runs import Transformers
 from scheduler.messages import Request
 from tests.cluster.fakes import Clock
-from tests.reference import plain_greedy
-from tests.tiny_pairs import target_model
 
 REQUESTS = [Request(str(n), tuple(range(3, 8 + 3 * n)), 12) for n in range(5)]
 
@@ -43,11 +40,3 @@ def test_ways_take_turns_and_ratios_are_of_one_round(monkeypatch: pytest.MonkeyP
     assert ours.speed == 2.5
     assert (ours.identical, theirs.identical) == (1, 2)
     assert ratio((ours, theirs), "ours", "theirs") == 1.5
-
-
-@pytest.mark.parametrize("batch", [1, 2, 8])
-def test_batched_generate_returns_the_callers_order(batch: int) -> None:
-    model = target_model("llama")
-    shuffled = [REQUESTS[n] for n in (3, 0, 4, 2, 1)]
-    expected = [plain_greedy(model, request.prompt, 12) for request in shuffled]
-    assert Transformers(model, None).batched(shuffled, batch) == expected

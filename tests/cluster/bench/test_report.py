@@ -6,12 +6,10 @@ from __future__ import annotations
 import html
 import json
 import re
-from xml.etree import ElementTree
 
 import pytest
 
 from cluster.bench.figures import Record, summarise, timeline
-from cluster.bench.plots import columns, line, to_svg
 from cluster.bench.report import SCHEMA, VERSION, Report, to_html, to_json
 
 
@@ -94,14 +92,3 @@ def test_the_json_holds_the_same_with_its_schema() -> None:
     assert [each["error"] for each in data["requests"]] == ["", "", "UNAVAILABLE"]
     assert [each["latency_s"] for each in data["requests"]] == [1.5, 3.0, 1.0]
     assert sum(data["timeline"]["tokens_per_s"]) * data["timeline"]["bin_s"] == pytest.approx(13)
-
-
-def test_a_picture_is_one_svg_with_its_words_and_the_same_each_time() -> None:
-    plots = [
-        [line([(0, 0), (1, 2)], "a <line>", "x", "y"), columns([], "columns", "x", "y", 1.0)],
-        [columns([1.0, 2.0], "more", "x", "y", 2.0)],
-    ]
-    drawn = to_svg(plots)
-    assert drawn == to_svg(plots)
-    words = {text.strip() for text in ElementTree.fromstring(drawn).itertext()}
-    assert {"a <line>", "columns", "more"} <= words

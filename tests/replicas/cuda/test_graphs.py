@@ -11,7 +11,7 @@ from functools import partial
 
 import pytest
 
-from replicas.cuda import GraphedModel, Kind, buckets, graphs
+from replicas.cuda import GraphedModel, Kind, graphs
 from replicas.models.paged_model import Output
 from tests.oracle.worlds import check_answers, greedy_answers, sampled_answers
 from tests.tiny_pairs import ARCHITECTURES, tiny_replica
@@ -52,9 +52,3 @@ def test_a_pass_outside_of_all_kinds_runs_as_it_is() -> None:
     """Some are: those of few rows with short drafts."""
     replica = tiny_replica("llama", graphs="on", plan_rows=2, plan_draft_len=1)
     check_answers(replica, greedy_answers("llama"), 5, 3)
-
-
-def test_buckets_are_powers_of_two_and_the_most() -> None:
-    assert buckets(1) == [1]
-    assert buckets(8) == [1, 2, 4, 8]
-    assert buckets(11) == [1, 2, 4, 8, 11]

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from random import Random
-from statistics import fmean, median
+from statistics import median
 
 import pytest
 
@@ -25,7 +25,6 @@ from scheduler.simulation import (
 )
 
 SPEC = ReplicaSpec(kv_blocks=10_000, block_size=16, context_len=4096, vocab_size=2)
-NO_WAY = (0.0, 0.0)
 
 
 def even_times(batch: Batch) -> StepTimes:
@@ -125,22 +124,6 @@ def test_a_lone_request_takes_its_prefill_its_steps_and_its_messages(at_s: float
     assert figures.samples[0].at_s == at_s
     assert figures.elapsed_s == near(expected_s)
     assert figures.tokens_per_s() == near(20 / expected_s)
-
-
-ONE_BY_ONE = SchedulerConfig(residents_max=1, rows_max=1, draft_len=0, steps_per_batch_max=1)
-
-
-def test_one_server_queues_as_pollaczek_and_khinchine_say() -> None:
-    """One resident at a time with a fixed time of service is M/D/1: its mean wait is known."""
-    made = setup(replicas=1, config=ONE_BY_ONE, message_s=NO_WAY)
-    service_s, load = 0.002 + 0.010, 0.5
-    rng = Random(9)
-    due = poisson(load / service_s, rng)
-    workload = drawn(due, 4000, uniform(9, 9), uniform(1, 1), 0.0, rng)
-    figures = Experiment(made, workload, Random(0)).run()
-    waited_s = load * service_s / (2 * (1 - load))
-    assert fmean(figures.latency_s) == pytest.approx(service_s + waited_s, rel=0.1)
-    assert figures.utilisation(1) == pytest.approx(load, rel=0.1)
 
 
 def test_a_pool_that_takes_time_is_where_throughput_ends() -> None:
