@@ -1,5 +1,4 @@
-"""Arrivals have the rates and lengths asked for; experiments over them lose no request, and agree
-with queueing theory and with sums."""
+"""Arrivals are as asked for; experiments over them lose no request and agree with sums."""
 
 from __future__ import annotations
 
