@@ -129,7 +129,7 @@ worlds: $(SETUP)  ## random worlds of the scheduler: SEED=1 N=20000
 	@$(MAKE) --no-print-directory -kj2 worlds-0 worlds-1 SEED=$(SEED) N=$(N)
 
 worlds-0 worlds-1:
-	WORLDS=$$(($(N) / 2)) $(BIN)/python -m pytest -q tests/sim -k right_tokens --hypothesis-profile worlds --hypothesis-seed $(SEED)$(@:worlds-%=%)
+	WORLDS=$$(($(N) / 2)) $(BIN)/python -m pytest -q -o faulthandler_timeout=7200 tests/sim -k right_tokens --hypothesis-profile worlds --hypothesis-seed $(SEED)$(@:worlds-%=%)
 
 explore: $(SETUP)  ## property tests on other examples each time; what they print replays a failure
 	$(BIN)/python -m pytest -m 'not ray and not slow' --hypothesis-profile explore
