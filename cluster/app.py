@@ -14,6 +14,7 @@ import ray
 from fastapi import FastAPI
 from ray import serve
 from ray.serve import Application
+from ray.serve._private.constants import RAY_SERVE_GRPC_MAX_MESSAGE_SIZE
 from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import ReplicaRank
 from ray.util.placement_group import PlacementGroup, get_current_placement_group
@@ -149,7 +150,7 @@ class FrontendDeployment(GrpcApi):
             name=serve.get_replica_context().replica_id.unique_id,
             meter=FrontendMeter(ray_sink()),
         )
-        super().__init__(service)
+        super().__init__(service, RAY_SERVE_GRPC_MAX_MESSAGE_SIZE)
         service.start()
 
     def check_health(self) -> None:

@@ -73,11 +73,6 @@ class FrontendConfig(_Settings):
         4 << 20, ge=1024, description="Longest request on the wire, gRPC message or HTTP body."
     )
 
-    @property
-    def proxy_bytes_max(self) -> int:
-        """Longest gRPC message that Serve's proxies pass on, of requests and of answers."""
-        return 4 * self.message_bytes_max
-
 
 class ServerConfig(_Settings):
     """Where Serve's proxies listen. Its gRPC proxy always listens on all interfaces."""

@@ -46,7 +46,7 @@ class StartFailed(RuntimeError):
 
 def ray_environment(config: ClusterConfig) -> dict[str, str]:
     """Variables for the processes of a Ray that is begun for this cluster, on one machine."""
-    transport_bytes = config.frontend.proxy_bytes_max
+    transport_bytes = 4 * config.frontend.message_bytes_max
     return {
         "RAY_USAGE_STATS_ENABLED": "0",
         # By default Ray's workers yield to every other process of the machine: beside one that is
@@ -59,7 +59,8 @@ def ray_environment(config: ClusterConfig) -> dict[str, str]:
         # Workers keep the jemalloc that Ray starts with: steps allocate and free all the time. With
         # it a chat model is 4 to 16 % faster, and less memory is left in pieces.
         "RAY_LD_PRELOAD_ON_WORKERS": "1",
-        # The proxies' own limit; up to it the frontend says what is wrong, above it gRPC does.
+        # The proxies' own limit, of requests and of answers; up to it the frontend says what is
+        # wrong, above it gRPC does.
         "RAY_SERVE_GRPC_MAX_MESSAGE_SIZE": str(transport_bytes),
         # Three of these until a dead proxy is replaced; by default no client gets in for 30 s.
         "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",

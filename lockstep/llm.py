@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass as validated
 
 from cluster.cli.terminal import Bars
@@ -33,10 +34,10 @@ from scheduler.messages import FinishReason, Request, Usage
 _TEN_YEARS_S = 3e8
 
 
-@validated(frozen=True, kw_only=True)
+@validated(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
 class SamplingParams:
-    """How a completion is written; the names of the gRPC request, which says more of each. A value
-    of another type raises pydantic's ValidationError, which names it.
+    """How a completion is written; the names of the gRPC request, which says more of each. What is
+    no value of a field's type, or no field, raises pydantic's ValidationError, which names it.
 
     Of json_schema, regex, choice and grammar at most one.
     """
@@ -166,7 +167,7 @@ class LLM:
         """
         made: list[Prompt] = []
         for index, one in enumerate(_several(prompts)):
-            if not isinstance(one, Sequence):
+            if not hasattr(one, "__len__"):
                 raise InvalidRequest(f"prompt {index}", "must be a text or a list of token ids")
             made.append(TextPrompt(one) if isinstance(one, str) else TokenPrompt(one))
         return self._run(made, sampling_params, progress)

@@ -36,7 +36,7 @@ def failure(server: Server, error: grpc.RpcError) -> str:
 
 
 class Bars:
-    """A context with a bar for each phase, where stderr is a terminal.
+    """A context with a bar for each phase, on a terminal and in a notebook.
 
     Entered again, new ones begin below what was printed.
     """
@@ -45,13 +45,14 @@ class Bars:
         self._shown = shown
 
     def __enter__(self) -> Bars:
+        to = console(stderr=True)
         self._progress = Progress(
             TextColumn("{task.description}", markup=False),
             BarColumn(),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
-            console=console(stderr=True),
-            disable=not (self._shown and sys.stderr.isatty()),
+            console=to,
+            disable=not (self._shown and (sys.stderr.isatty() or to.is_jupyter)),
         )
         self._tasks: dict[str, int] = {}
         self._progress.start()

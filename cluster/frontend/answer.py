@@ -90,7 +90,7 @@ class Answer:
         self._config = config.frontend
         self.sequences: list[AnswerSequence] = []
         self._tasks: list[asyncio.Task[None]] = []
-        self._status = StatusCode.CANCELLED
+        self.status = StatusCode.CANCELLED
         """How it ended for the client: it has left, unless it was told something else."""
 
     def submit(self, request: Request, text: TextStream, tools: ToolReader | None) -> None:
@@ -121,7 +121,7 @@ class Answer:
         begun_s = [live.first_s for live in lives if live.first_s]
         first_s = min(begun_s) - self._arrived_s if begun_s else 0.0
         total_s = time.monotonic() - self._arrived_s
-        self._meter.answered(self._status.name, first_s, total_s)
+        self._meter.answered(self.status.name, first_s, total_s)
         served = [live for live in lives if live.reject is None]
         if rejects := [live.reject for live in lives if live.reject is not None]:
             self._meter.refused(CODES[rejects[0].code])
@@ -136,7 +136,7 @@ class Answer:
             "request id=%r status=%s sequences=%d prompt_tokens=%d cached_tokens=%d new_tokens=%d"
             " queued_s=%.3f first_token_s=%.3f total_s=%.3f tokens_per_step=%.2f replicas=%s",
             self.call.request_id or lives[0].pool_id,
-            self._status.name,
+            self.status.name,
             len(lives),
             prompt_tokens,
             sum(usage.cached_tokens for usage in usages),
@@ -157,16 +157,16 @@ class Answer:
                 refusal = delta.end.refusal if delta.end is not None else None
                 left -= delta.end is not None
                 if refusal is not None:
-                    self._status = refusal.code
+                    self.status = refusal.code
                 elif not left:
-                    self._status = StatusCode.OK
+                    self.status = StatusCode.OK
                 if self.call.stream:
                     self._meter.chunk()
                 yield delta
                 if refusal is not None:
                     return
         except Refused as refused:
-            self._status = refused.refusal.code
+            self.status = refused.refusal.code
             raise
 
     async def _merged(self) -> AsyncIterator[Delta]:

@@ -100,6 +100,9 @@ class FrontendService:
                 raise
         try:
             yield answer
+        except Refused as refused:
+            answer.status = refused.refusal.code
+            raise
         finally:
             admitted.close(answer.close())
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cluster.metrics import PoolMeter
-from cluster.pool.protocol import FrontendMessage, PoolPort, PoolState, PoolView, WorkerMessage
+from cluster.pool.protocol import FrontendMessage, PoolPort, PoolState, WorkerMessage
 from cluster.transport import Stream
 from scheduler.messages import (
     Action,
@@ -25,6 +25,8 @@ from scheduler.messages import (
     Submit,
 )
 
+_ELSEWHERE_S = 2.0
+"""How long the pools of other shards may take to say which replicas they have."""
 GATHER_S = 0.025
 """How long token updates that are not urgent may wait for more of them."""
 
@@ -163,12 +165,14 @@ def unlike(spec: ReplicaSpec, others: Mapping[str, ReplicaSpec]) -> str:
 
 async def unlike_elsewhere(spec: ReplicaSpec, pools: Iterable[PoolPort]) -> str:
     """The same of the replicas of other shards, to which requests move; of a pool that does not
-    answer nothing is known."""
-    for view in await asyncio.gather(*(pool.status() for pool in pools), return_exceptions=True):
-        specs = view.status.replicas if isinstance(view, PoolView) else ()
-        if refused := unlike(spec, {one.id: one.spec for one in specs}):
-            return refused
-    return ""
+    answer in time nothing is known."""
+    asked = [asyncio.ensure_future(pool.status()) for pool in pools]
+    done, late = await asyncio.wait(asked, timeout=_ELSEWHERE_S) if asked else (set(), set())
+    for one in late:
+        one.cancel()
+    views = [one.result() for one in done if one.exception() is None]
+    specs = {one.id: one.spec for view in views for one in view.status.replicas}
+    return unlike(spec, specs)
 
 
 def requests_of(event: object, batch: Batch | None) -> tuple[str, ...]:

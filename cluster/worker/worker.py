@@ -209,11 +209,13 @@ class Worker:
         shard = self._shard
         pool = self._pools[shard]
         self.replica_id = f"{self._name}.{uuid.uuid4().hex[:6]}"
-        others = [one for one in self._pools if one is not pool]
-        refused = await unlike_elsewhere(self._spec, others)
-        if refused := refused or await pool.join(self.replica_id, self._spec, self._process):
+        if refused := await pool.join(self.replica_id, self._spec, self._process):
             raise ReplicaUnhealthy(refused)
         stream = await pool.connect(WORKER, self.replica_id)
+        # Now: of two that come at once one at least must see the other.
+        if refused := await unlike_elsewhere(self._spec, {*self._pools} - {pool}):
+            await stream.close()
+            raise ReplicaUnhealthy(refused)
         log.info("replica %s has joined its pool", self.replica_id)
         handed_over = asyncio.Event()
         reading = self._loop.create_task(self._read(stream, handed_over))

@@ -48,8 +48,10 @@ class CallContext(Protocol):
 class GrpcApi:
     """lockstep.v1 and grpc.health.v1 of one frontend process."""
 
-    def __init__(self, service: FrontendService) -> None:
+    def __init__(self, service: FrontendService, answer_bytes_max: int = (1 << 31) - 1) -> None:
+        """`answer_bytes_max`: of one message, as far as the proxies pass it on."""
         self.service = service
+        self.answer_bytes_max = answer_bytes_max
 
     async def close(self) -> None:
         await self.service.close()
@@ -70,9 +72,9 @@ class GrpcApi:
                     choices[delta.index] = pb.GenerateResponse(
                         request_id=call.request_id, **to_parts(delta)
                     )
-            first, *others = choices
-            first.others.extend(others)
-            return self._sendable(first)
+                first, *others = choices
+                first.others.extend(others)
+                return self._sendable(first)
         except Refused as refused:
             refuse(grpc_context, refused.refusal)
             return pb.GenerateResponse()
@@ -98,11 +100,11 @@ class GrpcApi:
     def _sendable(self, answer: _P) -> _P:
         """Raises Refused for more than one message may hold: gRPC's own words would have the
         client ask again."""
-        size, most = answer.ByteSize(), self.service.config.frontend.proxy_bytes_max
+        size, most = answer.ByteSize(), self.answer_bytes_max
         if size > most:
             reason = (
-                f"the answer has {size} bytes, one message {most} at most; ask for a stream, fewer"
-                " log-probabilities or fewer choices"
+                f"the answer has {size} bytes, one message {most} at most; ask for fewer"
+                " log-probabilities or choices, or for a stream"
             )
             with self.service.refusals():
                 raise InvalidRequest("request", reason)

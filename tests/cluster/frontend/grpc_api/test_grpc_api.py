@@ -113,13 +113,13 @@ async def test_overload_says_when_to_come_back(monkeypatch: pytest.MonkeyPatch) 
 
 
 async def test_an_answer_of_more_than_a_message_may_hold_is_refused_for_good() -> None:
-    config = from_args({"frontend": {"message_bytes_max": 1024}})
-    async with frontend(config=config) as made:
+    async with frontend() as made:
+        made.answer_bytes_max = 4096
         request = pb.GenerateRequest(prompt=PROMPT, max_new_tokens=128, n=16)
         context = Context()
         assert not (await made.Generate(request, context)).text
         assert context.code is StatusCode.INVALID_ARGUMENT
-        assert "ask for a stream" in context.details
+        assert "or for a stream" in context.details
 
 
 async def test_bytes_that_are_no_message_are_refused_as_such() -> None:
