@@ -112,7 +112,7 @@ class LocalEngine:
         self._feed(Cancel(request_id))
 
     def advance(self) -> bool:
-        """Run the oldest batch; False when there is none."""
+        """Run the oldest batch; False when there is none, or nothing can run any more."""
         if not self._batches:
             return False
         batch = self._batches.popleft()
@@ -123,7 +123,7 @@ class LocalEngine:
                 raise
             self.error = error
             if self._runner.broken is not None:
-                return False  # nothing can run any more
+                return False
             said = f"{type(error).__name__}: {error}"
             self._feed(StepFailed(batch.replica_id, batch.id, said))
             return True

@@ -164,8 +164,8 @@ def unlike(spec: ReplicaSpec, others: Mapping[str, ReplicaSpec]) -> str:
 
 
 async def unlike_elsewhere(spec: ReplicaSpec, pools: Iterable[PoolPort]) -> str:
-    """The same of the replicas of other shards, to which requests move; of a pool that does not
-    answer in time nothing is known."""
+    """Why its output may differ from that of a replica of these pools, to which requests may move;
+    empty if it does not, as far as they answer in time."""
     asked = [asyncio.ensure_future(pool.status()) for pool in pools]
     done, late = await asyncio.wait(asked, timeout=_ELSEWHERE_S) if asked else (set(), set())
     for one in late:
