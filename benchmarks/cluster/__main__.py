@@ -59,6 +59,7 @@ def main() -> None:
     parser.add_argument("--prefill-token-ms", type=float, default=0.03, help="the same")
     parser.add_argument("--acceptance", type=float, default=0.7, help="the same")
     parser.add_argument("--shards", type=int, default=1)
+    parser.add_argument("--batch-size", type=int, help="rows; default: as a server has it")
     parser.add_argument("--threads", type=int, default=1, help="torch's threads, everywhere")
     parser.add_argument("--target", default="tiny")
     parser.add_argument("--draft", default="tiny")
@@ -74,6 +75,7 @@ def main() -> None:
                 "draft": args.draft,
                 "torch_threads": args.threads,
                 "pool": {"shards": args.shards},
+                "scheduler": {"rows_max": args.batch_size} if args.batch_size else {},
                 "grpc_port": args.grpc_port,
                 "http_port": args.grpc_port + 1,
             }
@@ -86,7 +88,8 @@ def main() -> None:
     if args.json and args.json.exists():
         found = json.loads(args.json.read_text())
     print(machine())
-    settings = {name: getattr(args, name) for name in ("new_tokens", "rounds", "shards")}
+    said = ("new_tokens", "rounds", "shards", "batch_size")
+    settings = {name: getattr(args, name) for name in said}
     for part in args.parts:
         entries: list[dict[str, Any]] = []
         for replicas in args.synthetic_replicas if part == "synthetic" else args.replicas:
