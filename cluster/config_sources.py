@@ -81,9 +81,9 @@ def from_file(path: Path) -> ClusterConfig:
     text = text_of(path)
     try:
         data = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        # A date that no calendar has is a ValueError.
-        raise ConfigError(f"{path}: {error}") from None
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError) as error:
+        # PyYAML raises whatever Python does with a value that its tag or form does not fit.
+        raise ConfigError(f"{path}: not YAML: {error}") from None
     if data is None:
         return ClusterConfig()
     if not isinstance(data, dict):

@@ -97,7 +97,11 @@ class Conversation:
 
     def _ask(self, question: str) -> None:
         """Stream the answer. What came of it is kept; a question without any is forgotten."""
-        asked = [*self.turns, pb.ChatMessage(role="user", content=question)]
+        try:
+            asked = [*self.turns, pb.ChatMessage(role="user", content=question)]
+        except UnicodeEncodeError:
+            self._write("The question is not UTF-8.\n")
+            return
         request = pb.GenerateRequest(messages=asked, **self._options)
         answer = ""
         begun_s = time.perf_counter()

@@ -83,7 +83,7 @@ def test_a_file_may_be_serves_an_empty_one_is_the_defaults_and_a_bad_one_an_erro
     assert config == ClusterConfig()
     with pytest.raises(ValueError, match="frozen"):
         config.replicas = 3  # type: ignore[misc]
-    wrong = [b"- a\n- b\n", b"a: [", b"nonsense: 1\n", b"\xff", b"target: 2021-13-40"]
+    wrong = [b"- a", b"a: [", b"a: !!bool x", b"nonsense: 1\n", b"\xff", b"target: 2021-13-40"]
     for bad in [*wrong, b"applications: {a: 1}", b"applications: []\ngrpc_options: 5"]:
         path.write_bytes(bad)
         with pytest.raises(ConfigError):

@@ -92,8 +92,8 @@ def parse(text: str) -> tuple[KeyEntry, ...]:
         # Without the excerpt that PyYAML adds: somebody may have pasted a key into the file.
         line = error.problem_mark.line + 1 if error.problem_mark else 0
         raise KeysError(f"line {line}: not YAML: {error.problem}") from None
-    except (yaml.YAMLError, ValueError, RecursionError):
-        # A date that no calendar has is a ValueError.
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError):
+        # PyYAML raises whatever Python does with a value that its tag or form does not fit.
         raise KeysError("not YAML") from None
     if not isinstance(data, list):
         raise KeysError("expected a list of keys ([] for none)")

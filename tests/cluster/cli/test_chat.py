@@ -109,11 +109,11 @@ def test_what_goes_wrong_is_told_and_leaves_the_conversation_as_it_is(
         return said
 
     monkeypatch.setattr(Client, "status", status)
-    lines = [INTERRUPT, "/stats", "hello", "/what", "/stats", "too long", "more", END]
+    lines = [INTERRUPT, "/stats", "hello", "/what", "/stats", "\udcff", "too long", "more", END]
     code, written, asked = talk(running, lines)
     assert (code, written.count(HELP)) == (0, 4)
     assert (written.count("server: "), written.count("last answer: 7 tokens")) == (1, 1)
-    assert "INVALID_ARGUMENT: messages: too long" in written
+    assert written.index("UTF-8") < written.index("INVALID_ARGUMENT: messages: too long")
     assert asked[2] == [("user", "hello"), ("assistant", text), ("user", "more")]
 
 
