@@ -7,6 +7,7 @@ for completion in llm.generate(["Once upon a time"], SamplingParams(max_tokens=3
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -79,6 +80,8 @@ class SamplingParams:
             for name in self.__dataclass_fields__
             if name not in (*names, "max_tokens")
         }
+        for word in others["bad_words"]:
+            word.encode()  # A tokenizer does not say what is wrong with one that is no UTF-8.
         return GenerateCall(
             caller=Caller(),
             prompts=(prompt,),
@@ -91,6 +94,20 @@ class SamplingParams:
 def _several(given: Any) -> Any:
     """One text as a list of texts, anything else as it is."""
     return (given,) if isinstance(given, str) else given
+
+
+def _prompt(index: int, given: Any) -> Prompt:
+    """Of a text or of token ids. Raises InvalidRequest, which names the prompt."""
+    if isinstance(given, str):
+        return TextPrompt(given)
+    try:
+        # Those of a numpy array, too.
+        ids = None if isinstance(given, bytes | Mapping) else tuple(map(operator.index, given))
+    except TypeError:
+        ids = None
+    if ids is None:
+        raise InvalidRequest(f"prompt {index}", "must be a text or a list of token ids")
+    return TokenPrompt(ids)
 
 
 @dataclass(frozen=True)
@@ -165,11 +182,7 @@ class LLM:
         `sampling_params`: for all, or one for each. Raises InvalidRequest, which names the prompt,
         and PromptFailed.
         """
-        made: list[Prompt] = []
-        for index, one in enumerate(_several(prompts)):
-            if not hasattr(one, "__len__"):
-                raise InvalidRequest(f"prompt {index}", "must be a text or a list of token ids")
-            made.append(TextPrompt(one) if isinstance(one, str) else TokenPrompt(one))
+        made = [_prompt(index, one) for index, one in enumerate(_several(prompts))]
         return self._run(made, sampling_params, progress)
 
     def chat(
@@ -182,6 +195,9 @@ class LLM:
         `role` and `content`. Raises as `generate`."""
         one = bool(conversations) and isinstance(conversations[0], Mapping)
         several: Any = [conversations] if one else conversations
+        for index, turns in enumerate(several):
+            if not isinstance(turns, Sequence) or not all(isinstance(it, Mapping) for it in turns):
+                raise InvalidRequest(f"prompt {index}", "must be a list of turns")
         return self._run([ChatPrompt(turns) for turns in several], sampling_params, progress)
 
     def _run(
@@ -194,6 +210,8 @@ class LLM:
             every = [params or SamplingParams()] * len(prompts)
         else:
             every = list(params)
+        if not all(isinstance(one, SamplingParams) for one in every):
+            raise InvalidRequest("sampling_params", "must be SamplingParams, or a list of them")
         if len(every) != len(prompts):
             raise InvalidRequest("sampling_params", f"{len(every)} for {len(prompts)} prompts")
         engine = LocalEngine(self._replica, self._config.scheduler, isolates=True)

@@ -134,7 +134,8 @@ class Attempts:
         # An attempt that lasts longer than `give_up_s` was served for some of that time.
         if self._failing_since_s is None or now_s - self._attempt_s > policy.give_up_s:
             self._failing_since_s = now_s
-        pause_s = min(policy.backoff_s * 2.0 ** (self._failures - 1), policy.backoff_s_max)
+        doubled = 2.0 ** min(self._failures - 1, 60)  # Of 1,024 doublings there is no float.
+        pause_s = min(policy.backoff_s * doubled, policy.backoff_s_max)
         pause_s *= 1.0 - 0.5 * self._draw()
         if self._deadline_s is not None:
             # What is left of the call's own time is used to its end, not slept away.

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.shared.processes import Process
-from tests.chaos.hosted import HostedCluster
+from tests.chaos.hosted import HostedCluster, HostError
 
 EVERY_S = 5.0
 
@@ -40,9 +40,10 @@ class Memory:
         start_s = time.monotonic()
         while not self._over.wait(EVERY_S):
             at_s = time.monotonic() - start_s
-            for process in self._hosted.processes():
-                if (mib := _resident_mib(process.pid)) is not None:
-                    self._samples[process].append((at_s, mib))
+            with contextlib.suppress(HostError):  # It may be busy, and the run goes on.
+                for process in self._hosted.processes():
+                    if (mib := _resident_mib(process.pid)) is not None:
+                        self._samples[process].append((at_s, mib))
 
     def figures(self, after_s: float) -> list[dict[str, Any]]:
         """Of each process with two samples at least since then."""

@@ -95,6 +95,8 @@ def run_phase(
         with striker.striking(phase.strikes), memory.sampled():
             outcomes = asyncio.run(_load(hosted.address, phase, mix, seconds, striker, say))
         left = _left_over(hosted)
+    if phase.strikes and not striker.struck:
+        left += "no strike has hit anything"
     figures = summary(outcomes, striker.struck, left)
     figures["memory"] = memory.figures(_WARM_UP * seconds)
     return {"phase": phase.name, "seconds": seconds, **figures}
@@ -192,10 +194,9 @@ def summary(outcomes: Sequence[Outcome], struck: Counter[Kind], left: str) -> di
 
 
 def is_clean(figures: dict[str, Any]) -> bool:
-    """Nothing lost, doubled, wrong or left over."""
-    verdicts = figures["verdicts"]
-    bad = [verdict.value for verdict in Verdict if verdict not in GOOD]
-    return not any(verdicts[name] for name in bad) and not figures["left_over"]
+    """Something was asked, and nothing lost, doubled, wrong or left over."""
+    good = sum(figures["verdicts"][verdict.value] for verdict in GOOD)
+    return 0 < good == figures["requests"] and not figures["left_over"]
 
 
 def sentences(figures: dict[str, Any]) -> str:

@@ -40,8 +40,6 @@ def outcome(**fields: object) -> Outcome:
         tokens=list(TOKENS),
         text=RIGHT.text,
         end=pb.End(finish_reason=pb.FINISH_REASON_LENGTH),
-        ends=1,
-        named=1,
     )
     for name, value in fields.items():
         setattr(made, name, value)
@@ -50,7 +48,7 @@ def outcome(**fields: object) -> Outcome:
 
 def cut_off(count: int, **fields: object) -> Outcome:
     """Some of the right tokens, and no end."""
-    nothing = {"tokens": TOKENS[:count], "text": "", "end": None, "ends": 0}
+    nothing = {"tokens": TOKENS[:count], "text": "", "end": None}
     return outcome(**(nothing | fields))
 
 
@@ -63,6 +61,7 @@ ROWS = [
     ("an end, deadline passed", outcome(code=DEADLINE, timeout_s=1.0), Verdict.DEADLINE),
     ("its text missing", outcome(code=DEADLINE, timeout_s=1.0, text=""), Verdict.WRONG),
     ("a deadline it did not set", cut_off(3, code=DEADLINE), Verdict.LOST),
+    ("a deadline too late", cut_off(3, code=DEADLINE, timeout_s=1.0, ended_s=30), Verdict.LOST),
     ("a deadline too early", cut_off(3, code=DEADLINE, timeout_s=5.0), Verdict.LOST),
     ("an error", cut_off(3, code=grpc.StatusCode.INTERNAL), Verdict.LOST),
     ("refused", cut_off(0, code=grpc.StatusCode.RESOURCE_EXHAUSTED), Verdict.LOST),
@@ -74,8 +73,6 @@ ROWS = [
     ("a token twice", outcome(tokens=TOKENS[:4] + TOKENS[3:]), Verdict.DOUBLED),
     ("two tokens twice", outcome(tokens=TOKENS[:4] + TOKENS[2:]), Verdict.DOUBLED),
     ("a token after the last one", outcome(tokens=[*TOKENS, 9]), Verdict.DOUBLED),
-    ("two ends", outcome(ends=2), Verdict.DOUBLED),
-    ("two beginnings", outcome(named=2), Verdict.DOUBLED),
     ("text missing", outcome(text=RIGHT.text[:-1]), Verdict.WRONG),
     ("other text, cancelled", cut_off(3, text="\0", cancelled=True), Verdict.WRONG),
     ("another reason", outcome(end=pb.End(finish_reason=1)), Verdict.WRONG),
@@ -102,5 +99,6 @@ def test_the_seed_gives_the_requests_and_the_strikes() -> None:
 def test_one_bad_answer_or_one_block_left_over_makes_a_run_unclean() -> None:
     assert is_clean(summary([outcome(), cut_off(1, cancelled=True)], NONE, left=""))
     assert not is_clean(summary([outcome()], NONE, left="1 block"))
-    for bad in (outcome(ends=2), outcome(text=""), cut_off(3, code=grpc.StatusCode.INTERNAL)):
+    assert not is_clean(summary([], NONE, left=""))
+    for bad in (outcome(tokens=[9]), outcome(text=""), cut_off(3, code=grpc.StatusCode.INTERNAL)):
         assert not is_clean(summary([outcome(), bad], NONE, left=""))

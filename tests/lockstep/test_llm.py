@@ -119,25 +119,27 @@ def test_with_a_seed_of_its_own_a_model_samples_the_same_again() -> None:
 
 
 def test_what_is_wrong_is_named(llm: LLM) -> None:
-    with pytest.raises(InvalidRequest, match="prompt 1: temperature"):
-        llm.generate(PROMPTS[:2], [SamplingParams(), SamplingParams(temperature=-1)])
-    with pytest.raises(InvalidRequest, match=r"messages: .*no chat template; send prompt"):
-        llm.chat([{"role": "user", "content": "hello"}], progress=False)
-    with pytest.raises(InvalidRequest, match=r"^sampling_params: 1 for 3"):
-        llm.generate(PROMPTS, sampling_params=[SamplingParams()])
-    with pytest.raises(InvalidRequest, match=r"^prompt 0: max_tokens: must be at least 1"):
-        llm.chat([{"role": "user", "content": "x"}], sampling_params=SamplingParams(max_tokens=0))
-    with pytest.raises(InvalidRequest, match=r"^prompt 1: choice: regex is given"):
-        llm.generate(PROMPTS[:2], [SamplingParams(), SamplingParams(regex="a", choice=["b"])])
-    with pytest.raises(InvalidRequest, match=r"^prompt 0: messages: a role"):
-        llm.chat([{"content": "x"}])
-    for wrong, said in (([5, 6], "0: must be a text"), (["x", "\udc80"], "1: is no text in UTF-8")):
-        with pytest.raises(InvalidRequest, match=f"^prompt {said}"):
-            llm.generate(wrong)  # type: ignore[arg-type]
+    ask, chat, two, turn = llm.generate, llm.chat, ["x", "y"], {"role": "user", "content": "x"}
+    plain, of, no_text = SamplingParams(), SamplingParams, "is no text in UTF-8"
+    rows: list[tuple[Any, Any, Any, str]] = [
+        (ask, two, [plain, of(temperature=-1)], "prompt 1: temperature"),
+        (ask, two, [plain, of(regex="a", choice=["b"])], "prompt 1: choice: regex is given"),
+        (ask, PROMPTS, [plain], "sampling_params: 1 for 3"),
+        (chat, [turn], None, "prompt 0: messages: .*no chat template; send prompt"),
+        (chat, [turn], of(max_tokens=0), "prompt 0: max_tokens: must be at least 1"),
+        (chat, [{"content": "x"}], None, "prompt 0: messages: a role"),
+        (ask, ["x", "\udc80"], None, f"prompt 1: {no_text}"),
+        (ask, "x", of(bad_words="\udc80"), f"prompt 0: {no_text}"),
+        *((ask, [bad], None, "prompt 0: must be") for bad in (5, [1.5], ["a"], b"a", {1: 2})),
+        *((ask, "x", bad, "sampling_params: must be") for bad in ({"max_tokens": 3}, [None])),
+        *((chat, bad, None, "prompt 0: must be a list") for bad in ("hello", ["hello"], [1])),
+    ]
+    for call, given, params, said in rows:
+        with pytest.raises(InvalidRequest, match=f"^{said}"):
+            call(given, params, progress=False)
     with pytest.raises(ValidationError, match="max_tokens"):
         SamplingParams(max_tokens=4.5)  # type: ignore[arg-type]
-    with pytest.raises(AttributeError):
-        _ = lockstep.nothing
+    assert not hasattr(lockstep, "nothing")
 
 
 def test_what_ends_early_leaves_no_blocks_to_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:

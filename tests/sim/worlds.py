@@ -205,6 +205,8 @@ def _gentle(faults: FaultPlan, knobs: Knobs) -> bool:
 def check(world: World, requests: list[Request], report: Report, knobs: Knobs) -> None:
     """Every request ended exactly once, with the reference output, and left nothing."""
     assert report.ended_s < LONGEST_S, "the world is stuck"
+    config = world.scheduler.config
+    dangers = knobs.faults or knobs.deaths or knobs.deadly
     for request in requests:
         outcome = report.outcomes[request.id]
         assert outcome.ends == 1, f"{request.id} ended {outcome.ends} times"
@@ -213,6 +215,7 @@ def check(world: World, requests: list[Request], report: Report, knobs: Knobs) -
         finish = outcome.end
         if isinstance(finish, Reject):
             assert finish.code is RejectCode.OVERLOADED
+            assert min(config.waiting_requests_max, config.waiting_tokens_max) <= 300, "no limit"
             assert not outcome.tokens
             continue
         assert finish is not None
@@ -221,6 +224,8 @@ def check(world: World, requests: list[Request], report: Report, knobs: Knobs) -
         else:
             assert received == tokens[: len(received)], request.id
             assert len(received) < len(tokens), f"{request.id} was complete"
+            causes = {"cancelled": knobs.cancels, "deadline": request.timeout_s, "failed": dangers}
+            assert causes[finish.reason], f"{request.id}: {finish.reason} without a cause"
         assert finish.usage.completion_tokens == len(received), request.id
         assert finish.usage.prompt_tokens == len(request.prompt), request.id
         if finish.reason is FinishReason.FAILED and _gentle(world.faults, knobs):

@@ -51,7 +51,7 @@ LOST = own_error(StatusCode.UNAVAILABLE, "")
     draws=st.lists(st.floats(0, 1, exclude_max=True), min_size=1, max_size=100),
     backoff_s=st.floats(0, 1),
     longest_s=st.floats(0, 4),
-    attempts_max=st.integers(1, 40),
+    attempts_max=st.integers(1, 40) | st.just(2_000),
     give_up_s=st.floats(0, 100),
     deadline_s=st.none() | st.floats(0.1, 100),
 )
@@ -78,9 +78,7 @@ def test_every_call_gives_up_within_its_bounds(
     assert failures < attempts_max
 
 
-def test_progress_starts_the_count_of_failures_anew_and_time_of_service_is_none_of_failing() -> (
-    None
-):
+def test_progress_starts_the_count_anew_and_time_of_service_is_none_of_failing() -> None:
     """A unary call brings nothing before its end: minutes of it do not use up its patience."""
     attempts = Attempts(RetryPolicy(attempts_max=2, give_up_s=60, backoff_s=0.0), 0.0)
     for now_s in range(200, 1200, 100):
