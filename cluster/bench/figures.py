@@ -74,7 +74,8 @@ class Distribution:
 
 @dataclass(frozen=True)
 class Summary:
-    """The figures of one run. Requests that failed count in `requests` and `errors` alone."""
+    """The figures of one run. Requests that failed count in `requests`, `failed`, `errors`,
+    `elapsed_s` and `late_s` alone."""
 
     requests: int
     failed: int
