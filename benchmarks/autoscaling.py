@@ -187,7 +187,8 @@ def offered(load: Load, second: int, window_s: int = 5) -> float:
 
 
 def one_replica(run: Run) -> float:
-    """The most that one replica alone committed per second, prefills on the way."""
+    """The most that one replica alone committed per second, prefills on the way; 0 if none was seen
+    alone at work."""
     return max((s.committed_per_s for s in run.samples if s.serving == 1), default=0.0)
 
 
@@ -207,21 +208,22 @@ def figures(run: Run, load: Load, full: float) -> dict[str, Any]:
     tokens = sum(answer.tokens for answer in run.answers)
     first = min(run.answers, key=lambda answer: answer.at_s)
     wanted = [sample.wanted for sample in run.samples]
+    last, alone = run.samples[-1], one_replica(run)
     return {
         "requests": len(load),
         "failed": len(run.failures),
         "wrong": sum(not answer.right for answer in run.answers),
         "moved": sum(answer.recovered > 0 for answer in run.answers),
         "tokens": tokens,
-        "one_replica_tokens_per_s": round(one_replica(run)),
+        "one_replica_tokens_per_s": round(alone) if alone else None,
         "one_replica_without_prefills_tokens_per_s": round(full),
         "cold_start_s": round(first.first_token_s, 2),
         "replicas_most": most,
         "changes_of_the_wanted_number": sum(a != b for a, b in pairwise(wanted)),
         "replica_s": round(replica_s),
-        "replica_s_of_a_fixed_number": round(most * (run.samples[-1].at_s - run.samples[0].at_s)),
-        "used_share": round(tokens / (replica_s * one_replica(run)), 3),
-        "none_left_at_s": round(run.samples[-1].at_s, 1),
+        "replica_s_of_a_fixed_number": round(most * (last.at_s - run.samples[0].at_s)),
+        "used_share": round(tokens / (replica_s * alone), 3) if replica_s * alone else None,
+        "none_left_at_s": None if last.serving or last.wanted else round(last.at_s, 1),
         "phases": by_phase,
         "samples": [",".join(SAMPLE)]
         + [
@@ -320,6 +322,8 @@ def main() -> None:
     print(table(("phase", "requests", *([f"p{n}" for n in PERCENTILES] * 2)), rows))
     print({name: value for name, value in found.items() if not isinstance(value, dict | list)})
     print(*sorted(set(run.failures)), sep="\n")
+    if found["none_left_at_s"] is None:
+        print(f"Replicas are left after {END_S:.0f} s.")
     settings = {"seed": args.seed, "peak_per_s": args.peak, "speed": vars(SPEED)}
     write_json(args.json, {**settings, "autoscaling": AUTOSCALING, **found})
     if args.plot:

@@ -101,7 +101,7 @@ def replica_config(args: argparse.Namespace, speculative: dict[str, Any]) -> Rep
         speculative=speculative,
         device=args.device,
         context_len=args.context_len,
-        kv_blocks=args.batches[-1] * args.context_len // 16,
+        kv_blocks=max(args.batches) * args.context_len // 16,
         prefix_sharing=False,
     )
 
@@ -153,6 +153,9 @@ def main() -> None:
     args = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(resolve(args.target))
     kinds = asked(args, tokenizer)
+    for kind, requests in kinds.items():
+        if not requests:
+            parser.error(f"--questions, --n: no {kind!r} question among so many of the file")
     if args.sampled:
         args.references = 0  # transformers draws other noise
         for requests in kinds.values():

@@ -6,7 +6,7 @@ Questions are asked with the target's chat template. Greedy outputs are compared
 `generate` at batch 1, run now; sampled ones, and JSON by a schema, with plain decoding at batch 1.
 Drafters: none, suffix, an oracle of acceptance 0.7 with ragged drafts, an EAGLE-3 checkpoint of
 random weights, which lies beside the file. No time counts, so it may run beside other work; a row
-that is in the file already is not run again.
+that is in the file already is not run again, and the file is refused where it has other settings.
 """
 
 from __future__ import annotations
@@ -143,7 +143,13 @@ def main() -> None:
         for number, request in enumerate(greedy)
     ]
     path: Path = args.json
-    said: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    names = ("target", "questions", "n", "new_tokens", "context_len", "seed", "device")
+    settings = {name: getattr(args, name) for name in names}
+    said: dict[str, Any] = {"settings": settings}
+    if path.exists():
+        said = json.loads(path.read_text())
+    if said.get("settings") != settings:
+        parser.error(f"--json: {path} is of other settings: {said.get('settings')}")
     if "generate" not in said:
         config, ends = replica_config(args, NONE), greedy[0].stop_token_ids
         said["generate"] = list(transformers_greedy(config, greedy, ends))

@@ -87,6 +87,10 @@ def main() -> None:
     found: dict[str, Any] = {}
     if args.json and args.json.exists():
         found = json.loads(args.json.read_text())
+        # Parts of earlier runs may be of other machines.
+        earlier = found.pop("machine", None)
+        for each in found.values():
+            each.setdefault("machine", earlier)
     print(machine())
     said = ("new_tokens", "rounds", "shards", "batch_size")
     settings = {name: getattr(args, name) for name in said}
@@ -101,8 +105,7 @@ def main() -> None:
         print(f"\n{part}\n{table(HEADER, rows_of(entries))}")
         own = {"speed": vars(speed)} if part == "synthetic" else {"threads": args.threads}
         way = f"_{args.shards}_shards" * (args.shards > 1)
-        found[part + way] = {**settings, **own, "runs": entries}
-    found.pop("machine", None)
+        found[part + way] = {"machine": machine(), **settings, **own, "runs": entries}
     write_json(args.json, found)
 
 

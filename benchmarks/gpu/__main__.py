@@ -9,7 +9,7 @@ batch sizes with and without speculation, in one mode after the other:
     the draft model as it is used by default
     transformers' `generate`
     a planted head
-    on a GPU: without CUDA graphs, and with keys and values gathered
+    on a GPU: without CUDA graphs
     the deterministic mode, with the draft model and with the head
 
 Each mode loads what it needs, and its draft lengths take turns on one replica. Modes are compared

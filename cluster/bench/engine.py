@@ -47,7 +47,7 @@ def over_engine(engine: LocalEngine, make: Callable[[int], Request]) -> Send:
         try:
             output = engine.submit(request)
         except LockstepError as error:
-            record.error = type(error).__name__
+            record.error, record.said = type(error).__name__, str(error)
             await asyncio.sleep(REFUSED_PAUSE_S)
             return
         ended = asyncio.get_running_loop().create_future()

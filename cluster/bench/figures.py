@@ -36,6 +36,8 @@ class Record:
     recovered: int = 0
     cached_tokens: int = 0
     """Of the prompt: found in a prefix cache."""
+    said: str = ""
+    """The failure's own words."""
 
     @property
     def new_tokens(self) -> int:
@@ -74,12 +76,15 @@ class Distribution:
 
 @dataclass(frozen=True)
 class Summary:
-    """The figures of one run. Requests that failed count in `requests` and `errors` alone."""
+    """The figures of one run. Requests that failed count in `requests`, `failed`, `errors`,
+    `elapsed_s` and `late_s` alone."""
 
     requests: int
     failed: int
     errors: dict[str, int]
     """Failed requests by code."""
+    said: dict[str, str]
+    """The words of the first failure of each code, where it had any."""
     retries: int
     """Calls that the client asked again; a request that succeeded then has not failed."""
     recovered: int
@@ -134,6 +139,7 @@ def summarise(records: Sequence[Record], retries: int = 0) -> Summary:
         requests=len(records),
         failed=len(records) - len(served),
         errors=dict(Counter(record.error for record in records if record.error)),
+        said={record.error: record.said for record in reversed(records) if record.said},
         retries=retries,
         recovered=sum(record.recovered for record in served),
         elapsed_s=elapsed_s,

@@ -32,7 +32,7 @@ def over_grpc(client: AsyncClient, make: Callable[[int], pb.GenerateRequest]) ->
             async for chunk in client.stream(make(number)):
                 take_chunk(record, chunk, now_s())
         except grpc.RpcError as error:
-            record.error = error.code().name
+            record.error, record.said = error.code().name, error.details() or ""
 
     return send
 

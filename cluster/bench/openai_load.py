@@ -10,13 +10,15 @@ import aiohttp
 
 from cluster.bench.arrivals import Send
 from cluster.bench.figures import Record
-from cluster.bench.workload import BenchError, Workload
+from cluster.bench.workload import Unanswered, Workload
 
 _SILENCE_S = 600.0
 """A stream without an event for so long has failed."""
 _LINE_BYTES = 1 << 20
 _FAILURES = (TimeoutError, aiohttp.ClientError, ValueError, LookupError, TypeError)
 """Of a server that does not answer, or answers otherwise than OpenAI's."""
+_SAID_MAX = 300
+"""Characters of a refusal that are kept."""
 _SALTED = ("lockstep", "vllm")
 """Owners of models, as servers say, that know `cache_salt`."""
 
@@ -41,7 +43,7 @@ class OpenAIServer:
         self._salted = False
 
     async def __aenter__(self) -> OpenAIServer:
-        """Asks for its models. Raises BenchError."""
+        """Asks for its models. Raises Unanswered."""
         try:
             async with self._http.get(f"{self.url}/v1/models") as response:
                 response.raise_for_status()
@@ -51,7 +53,7 @@ class OpenAIServer:
                 self._salted = any(owner in _SALTED for owner in owners)
         except _FAILURES as error:
             await self._http.close()
-            raise BenchError(f"openai: {self.url}/v1/models: {error!r}") from None
+            raise Unanswered(f"openai: {self.url}/v1/models: {error!r}") from None
         return self
 
     async def __aexit__(self, *_exc: object) -> None:
@@ -63,18 +65,25 @@ class OpenAIServer:
 
         async def send(number: int, record: Record, now_s: Callable[[], float]) -> None:
             fields = self._fields(workload, number)
+            ended = False
             try:
                 async with self._http.post(f"{self.url}/v1/{path}", json=fields) as response:
                     if response.status != 200:
                         record.error = f"HTTP {response.status}"
+                        record.said = (await response.text())[:_SAID_MAX]
                         return
                     async for line in response.content:
-                        if not line.startswith(b"data:") or line[5:].strip() == b"[DONE]":
+                        if not line.startswith(b"data:"):
+                            continue
+                        if line[5:].strip() == b"[DONE]":
+                            ended = True
                             continue
                         event = json.loads(line[5:])
-                        take_event(record, event, now_s())
+                        ended |= take_event(record, event, now_s())
+                if not ended:
+                    record.error = record.error or "no end"
             except (*_FAILURES, AttributeError) as error:
-                record.error = type(error).__name__
+                record.error, record.said = type(error).__name__, str(error)[:_SAID_MAX]
 
         return send
 
@@ -98,12 +107,13 @@ class OpenAIServer:
         return fields
 
 
-def take_event(record: Record, event: dict[str, Any], now_s: float) -> None:
-    """An event says how many tokens there are only at the end: they are divided among the events
-    that brought text."""
+def take_event(record: Record, event: dict[str, Any], now_s: float) -> bool:
+    """Whether the event ends a text. One says how many tokens there are only at the end: they are
+    divided among the events that brought text."""
     if error := event.get("error"):
         said = error if isinstance(error, dict) else {}
         record.error = str(said.get("code") or said.get("type") or error)
+        record.said = str(said.get("message") or "")[:_SAID_MAX]
     choices = event.get("choices") or ()
     if any(each.get("text") or (each.get("delta") or {}).get("content") for each in choices):
         record.chunks.append((now_s, 1))
@@ -117,3 +127,4 @@ def take_event(record: Record, event: dict[str, Any], now_s: float) -> None:
             (at_s, new * (n + 1) // events - new * n // events)
             for n, (at_s, _) in enumerate(record.chunks)
         ]
+    return any(each.get("finish_reason") for each in choices)

@@ -114,6 +114,7 @@ def load_tables(report: Report) -> list[Table]:
         "requests/s": number(f.requests_per_s),
         "requests": f"{f.requests} in {number(f.elapsed_s)} s",
         "failed": f"{f.failed} ({errors})" if errors else "0",
+        **{f"the first {code}": words for code, words in sorted(f.said.items())},
         "calls asked again by the client": str(f.retries),
         "requests that lost their place and were taken up again": str(f.recovered),
         "prompt tokens, of which found in a prefix cache": f"{f.prompt_tokens}, {f.cached_tokens}",

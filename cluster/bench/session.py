@@ -120,7 +120,7 @@ async def openai(
     url: str, key: str | None, model: str | None, chat: bool
 ) -> AsyncIterator[Service]:
     """A server of OpenAI's API. `model`: None is the first that it names; `chat`: it is asked for
-    chat completions. Raises BenchError where it cannot be asked."""
+    chat completions. Raises Unanswered where it cannot be asked."""
     async with OpenAIServer(url, key, model, chat) as server:
         said = {
             "served by": f"OpenAI's API at {url}",

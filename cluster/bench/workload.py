@@ -19,6 +19,10 @@ class BenchError(ValueError):
     """A benchmark that cannot be run as asked; the message names the option."""
 
 
+class Unanswered(BenchError):
+    """The server could not be asked."""
+
+
 @dataclass(frozen=True)
 class Workload:
     """The requests of a run; they go round the prompts as often as needed."""

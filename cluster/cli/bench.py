@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 SEED_MAX = 2**62
 """Each request of a run has the next seed, and all are below 2**63."""
+_SERVER = ("address", "tls_ca", "tls_cert", "tls_key")
+"""Options that say how gRPC reaches a cluster."""
 NEW_TOKENS = 128
 """Of a request, where no other number is given."""
 
@@ -27,6 +29,7 @@ def bench(
     settings: Any,
     server: Any,
     request: Any,
+    context: typer.Context,
     engine: Annotated[
         bool, typer.Option("--engine", help="An engine in this process, not a running cluster.")
     ] = False,
@@ -90,6 +93,11 @@ def bench(
         raise typer.BadParameter("--openai: not with --engine and --draft-len")
     if not openai and (model is not None or endpoint == "chat"):
         raise typer.BadParameter("--model, --endpoint: only with --openai")
+    # The environment may name a server, too; that is no wish of this call.
+    said = [name for name in _SERVER if context.params.get(name) is not None]
+    if said and (engine or openai):
+        flags = ", ".join("--" + name.replace("_", "-") for name in said)
+        raise typer.BadParameter(f"{flags}: not with --engine and --openai")
     if in_flight is not None and rate is not None:
         raise typer.BadParameter("give either --in-flight or --rate")
     if prompts is not None and prompt_tokens is not None:
@@ -135,6 +143,7 @@ def _measured(plan: Any, service: Any, bars: Any, server: Any) -> Report:
     import grpc
 
     from cluster.bench.session import measure
+    from cluster.bench.workload import Unanswered
     from cluster.cli.terminal import console, failure
 
     notes = console(stderr=True)
@@ -147,7 +156,7 @@ def _measured(plan: Any, service: Any, bars: Any, server: Any) -> Report:
         raise typer.Exit(130) from None
     except (ValueError, OSError) as error:
         notes.print(str(error))
-        raise typer.Exit(2) from None
+        raise typer.Exit(1 if isinstance(error, Unanswered) else 2) from None
     except grpc.RpcError as error:
         notes.print(failure(server, error))
         raise typer.Exit(1) from None

@@ -62,7 +62,7 @@ class Conversation:
         self._options = options
         self._write = write
         self._figures = ""
-        """Of the last answer."""
+        """Of the last answer; empty where it did not come to its end."""
         self.turns = list(self._first)
 
     def run(self, read: Callable[[str], str]) -> None:
@@ -85,7 +85,7 @@ class Conversation:
             case "/exit":
                 return False
             case "/reset":
-                self.turns = list(self._first)
+                self.turns, self._figures = list(self._first), ""
                 self._write("The conversation is forgotten.\n")
             case "/stats":
                 self._stats()
@@ -103,7 +103,7 @@ class Conversation:
             self._write("The question is not UTF-8.\n")
             return
         request = pb.GenerateRequest(messages=asked, **self._options)
-        answer = ""
+        answer = self._figures = ""
         begun_s = time.perf_counter()
         stream = self._client.stream(request)
         try:

@@ -13,14 +13,16 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
+import grpc
 from rich.console import Console
 from rich.live import Live
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from cluster.cli.terminal import Terminal
+from cluster.cli.terminal import Terminal, failure
 from cluster.client import AsyncClient
+from cluster.client.channel import Server
 from cluster.config import ClusterConfig
 from cluster.frontend.prompts import ChatPrompt
 from protos import lockstep_pb2 as pb
@@ -78,16 +80,19 @@ def run_demo(config: ClusterConfig, max_new_tokens: int, verbose: bool = False) 
     cluster = run.ClusterRun(config)
     chat = config.replica.target != TINY
     answers = [Answer(question, chat) for question in (QUESTIONS if chat else TEXTS)]
+    address = f"localhost:{config.server.grpc_port}"
     try:
         terminal.say_start()
         cluster.deploy(tell=terminal.tell)
         terminal.say(f"Replicas of {config.replica.target} start: {config.replicas} ...")
         cluster.wait_until(lambda all_up: all_up)
         terminal.say(f"Ready after {time.perf_counter() - started_s:.1f} s.\n")
-        address = f"localhost:{config.server.grpc_port}"
         total_s, status = asyncio.run(_ask(address, answers, max_new_tokens, terminal.console))
     except run.StartFailed as error:
         terminal.say(f"Lockstep did not start: {error}")
+        return 1
+    except grpc.RpcError as error:
+        terminal.say(failure(Server(address), error))
         return 1
     except KeyboardInterrupt:
         terminal.say("Stopping.")

@@ -195,13 +195,19 @@ def chat(
     """Talk with the model of a running server; Ctrl-C stops an answer, Ctrl-D ends."""
     from cluster.cli.chat import chat as talk
 
+    try:
+        (system or "").encode()
+    except UnicodeError:
+        raise typer.BadParameter("--system: not UTF-8") from None
     raise typer.Exit(talk(server, system, request))
 
 
 @main.command()
 def demo(
     replicas: Annotated[int, typer.Option(min=1, help="Number of replicas.")] = 2,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens per answer.")] = 64,
+    max_new_tokens: Annotated[
+        int, typer.Option(min=1, max=2**31 - 1, help="Tokens per answer.")
+    ] = 64,
     grpc_port: Annotated[int | None, typer.Option(help=help_of(ServerConfig, "grpc_port"))] = None,
     http_port: Annotated[int | None, typer.Option(help=help_of(ServerConfig, "http_port"))] = None,
     verbose: Verbose = False,

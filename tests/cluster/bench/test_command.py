@@ -38,19 +38,18 @@ DEMO = (
         (["--batch-size", "4"], "scheduler.rows_max: only with --engine"),
         (["--model", "x"], "--model, --endpoint: only with --openai"),
         (["--openai", "http://127.0.0.1:1"], "--openai: needs --prompts"),
-        (["--openai", "http://[::1]:1", "--prompts", __file__], "openai: http://[::1]:1/v1/models"),
+        (["--engine", "--address", "x"], "--address: not with --engine and --openai"),
         (["--openai", "x", "--draft-len", "2"], "--openai: not with --engine and --draft-len"),
     ],
 )
 def test_what_contradicts_itself_or_is_wrong_is_named(arguments: list[str], said: str) -> None:
-    shown = lockstep("bench", "--address", "localhost:1", *arguments, code=2)
+    shown = lockstep("bench", *arguments, code=2)
     assert said in " ".join(shown.replace("│", " ").split())
 
 
 def found() -> Report:
     """Of a load in which nothing failed."""
-    made = report()
-    return replace(made, summary=replace(made.summary, failed=0))
+    return replace(report(), summary=replace(report().summary, failed=0))
 
 
 WRONG = "[enforce fail at alloc_cpu.cpp:117] [/models/x] :cat: no memory"
@@ -87,8 +86,8 @@ def test_the_status_says_what_became_of_a_run(
     monkeypatch.setattr(session, "engine", lambda *_given: nullcontext(service))
     monkeypatch.setattr(session, "_report", lambda *_given: result)
     path = tmp_path / "new" / "a.json"
-    command = ["bench", "--engine", "--address", "localhost:1", "--json", str(path)]
-    assert said in lockstep(*command, code=code)
+    monkeypatch.setenv("LOCKSTEP_ADDRESS", "localhost:1")
+    assert said in lockstep("bench", "--engine", "--json", str(path), code=code)
     assert path.exists() == isinstance(result, Report)
 
 
@@ -121,8 +120,7 @@ def test_an_engine_has_memory_for_what_is_asked_of_it(
 
     monkeypatch.setattr(Replica, "load", load)
     monkeypatch.setattr("replicas.parallel.load_replica", load)
-    path = tmp_path / "prompts.jsonl"
-    path.write_text('{"prompt": "x"}\n')
+    (path := tmp_path / "prompts.jsonl").write_text('{"prompt": "x"}\n')
     arguments = [command, "--prompts", str(path), "--batch-size", "64"]
     lockstep(*arguments, *(["--engine"] if command == "bench" else []), code=2)
     assert told == [64]

@@ -56,15 +56,15 @@ def workload(**options: Any) -> Workload:
     return Workload(prompts, {"max_new_tokens": 20, "ignore_eos": True, **options}, seed=7)
 
 
-async def measured(folder: Path, prompts: list[str], *arguments: str) -> dict[str, Any]:
+async def measured(folder: Path, prompts: list[str], *args: str, code: int = 0) -> dict[str, Any]:
     """What the command, beside a server in this process, writes after it has sent these prompts."""
     # The command's thread would import it, for many seconds on a slow machine.
     import cluster.bench.session  # noqa: F401
 
     path, written = folder / "prompts.jsonl", folder / "a.json"
     path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in prompts))
-    options = ["bench", "--prompts", str(path), "--json", str(written), *arguments]
-    await asyncio.to_thread(lockstep, *options)
+    options = ["bench", "--prompts", str(path), "--json", str(written), *args]
+    await asyncio.to_thread(lockstep, *options, code=code)
     found: dict[str, Any] = json.loads(written.read_text())
     return found
 
@@ -82,6 +82,7 @@ async def test_an_open_loop_does_not_wait_for_answers_and_a_failure_is_one_reque
         records = await drive(over_grpc(client, make), Poisson(100.0), Extent(requests=8))
         assert [record.error for record in records].count("INVALID_ARGUMENT") == 1
         assert records[2].error == "INVALID_ARGUMENT"
+        assert "max_new_tokens" in summarise(records).said["INVALID_ARGUMENT"]
         assert records[-1].sent_s < min(one.end_s or 0.0 for one in records if not one.error)
 
 
@@ -130,8 +131,7 @@ async def test_the_command_measures_a_cluster(tmp_path: Path) -> None:
     assert 0 < figures["acceptance"] <= 1
     assert figures["steps"] + figures["accepted_tokens"] >= 6 * 12
     assert round(sum(figures["accepted_at"]) * figures["steps"]) == figures["accepted_tokens"]
-    asked = [len(tokenizer().encode(text).ids) for text in TEXTS]
-    assert figures["prompt_tokens"] == 3 * sum(asked)
+    assert figures["prompt_tokens"] == 3 * sum(len(tokenizer().encode(text).ids) for text in TEXTS)
     assert (settings["replicas"], settings["target"]) == (1, TINY)
 
 
@@ -176,7 +176,8 @@ def foreign(owner: str, asked: list[dict[str, Any]]) -> FastAPI:
         usage = {"prompt_tokens": 3, "completion_tokens": 4}
         events = [{"choices": [said]}] * 2 + [{"choices": [], "usage": usage}]
         lines = [f"data: {json.dumps(event)}\n\n" for event in events]
-        return Response("".join([*lines, "data: [DONE]\n\n"]), media_type="text/event-stream")
+        end = [] if owner == "breaks" else ["data: [DONE]\n\n"]
+        return Response("".join([*lines, *end]), media_type="text/event-stream")
 
     @app.post("/v1/completions")
     def completions(fields: dict[str, Any]) -> Response:
@@ -199,8 +200,9 @@ STANDARD = {"model", "max_tokens", "temperature", "stream", "stream_options"}
         ("someone", ["--stop-at-eos"], "first", STANDARD | {"prompt"}),
         ("vllm", [], "first", STANDARD | {"prompt", "cache_salt", "ignore_eos"}),
         ("someone", SECOND, "second", STANDARD | {"messages"}),
+        ("breaks", ["--stop-at-eos"], "first", STANDARD | {"prompt"}),
     ],
-    ids=["any server", "vLLM", "chat"],
+    ids=["any server", "vLLM", "chat", "streams without an end"],
 )
 async def test_a_foreign_server_is_asked_for_what_it_knows(
     owner: str, options: list[str], model: str, fields: set[str], tmp_path: Path
@@ -208,11 +210,12 @@ async def test_a_foreign_server_is_asked_for_what_it_knows(
     asked: list[dict[str, Any]] = []
     async with over_http(foreign(owner, asked)) as port:
         arguments = ["--requests", "3", "--warm-up", "0", "--openai", f"http://127.0.0.1:{port}"]
-        data = await measured(tmp_path, ["the quick"], *arguments, *options)
+        data = await measured(tmp_path, ["the quick"], *arguments, *options, code=owner == "breaks")
     assert [(one.keys(), one["model"]) for one in asked] == [(fields, model)] * 3
     turn = {"role": "user", "content": "the quick"}
     assert all(one.get("messages", [turn]) == [turn] for one in asked)
-    assert (data["figures"]["failed"], data["figures"]["new_tokens"]) == (0, 12)
+    of = (0, 12) if owner != "breaks" else (3, 0)
+    assert (data["figures"]["failed"], data["figures"]["new_tokens"]) == of
 
 
 def test_tokens_are_divided_among_the_events_that_brought_text() -> None:

@@ -26,6 +26,7 @@ from protos import lockstep_pb2 as pb
 from tests.cluster.cli.command import lockstep
 
 NOWHERE = "localhost:1"
+OPENAI = ["bench", "--prompts", __file__, "--openai", f"http://{NOWHERE}"]
 
 
 def test_importing_the_command_imports_nothing_heavy() -> None:
@@ -58,6 +59,8 @@ def test_generate_sends_class_and_salt(monkeypatch: pytest.MonkeyPatch) -> None:
     ("args", "said"),
     [
         (["generate", "\ud800"], "prompt: not UTF-8"),
+        (["chat", "--system", "\ud800"], "--system: not UTF-8"),
+        (["demo", "--max-new-tokens", "5000000000"], "--max-new-tokens"),
         (["generate", "x", "--top-k", str(2**31)], "top_k"),
         (["demo", "--grpc-port", "70000"], "server.grpc_port: must be at most 65535, is 70000"),
         (["status", "--watch", "--json", "--address", NOWHERE], "--watch: not with --json"),
@@ -69,15 +72,14 @@ def test_an_option_that_is_out_of_range_or_would_do_nothing_is_refused_by_name(
     assert said in lockstep(*args, code=2)
 
 
-@pytest.mark.parametrize("args", [["status"], ["bench"], ["generate", "x"]])
+@pytest.mark.parametrize("args", [["status"], ["bench"], ["generate", "x"], OPENAI])
 def test_no_server_is_an_error_with_a_sentence(args: list[str]) -> None:
-    assert NOWHERE in lockstep(*args, "--address", NOWHERE, code=1)
+    assert NOWHERE in lockstep(*args, *([] if args is OPENAI else ["--address", NOWHERE]), code=1)
 
 
 def test_a_key_is_in_no_log_and_one_of_a_file_goes_before_the_environment(tmp_path: Path) -> None:
     assert "secret" not in repr(Server("localhost:1", "secret"))
-    path = tmp_path / "key"
-    path.write_text("from-file\n")
+    (path := tmp_path / "key").write_text("from-file\n")
     environment = {"LOCKSTEP_API_KEY": " from-environment\n"}
     assert api_key(path, environment) == "from-file"
     assert api_key(None, environment) == "from-environment"
@@ -87,8 +89,7 @@ def test_a_key_is_in_no_log_and_one_of_a_file_goes_before_the_environment(tmp_pa
 
 @pytest.mark.parametrize("content", ["", "\n", "two words", "a\nb", "schlüssel", "a\x00b"])
 def test_what_is_no_key_is_refused_without_being_shown(tmp_path: Path, content: str) -> None:
-    path = tmp_path / "key"
-    path.write_text(content)
+    (path := tmp_path / "key").write_text(content)
     with pytest.raises(ConfigError) as caught:
         api_key(path, {})
     assert not content.strip() or content not in str(caught.value)
@@ -133,8 +134,7 @@ def test_prompt_files(tmp_path: Path) -> None:
     ],
 )
 def test_a_bad_prompt_file_names_the_line(tmp_path: Path, content: bytes, named: str) -> None:
-    path = tmp_path / "bad.jsonl"
-    path.write_bytes(content)
+    (path := tmp_path / "bad.jsonl").write_bytes(content)
     with pytest.raises(PromptsError, match=named):
         read_prompts(path)
 
