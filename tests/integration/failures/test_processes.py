@@ -138,7 +138,6 @@ def test_a_request_that_kills_replicas_fails_after_three_and_harms_no_other(
     assert poisoned.code is grpc.StatusCode.INTERNAL, poisoned.sentence()
     assert poisoned.end is not None
     assert poisoned.end.finish_reason == pb.FINISH_REASON_FAILED
-    assert poisoned.named == 1
     assert "died" in poisoned.details, "the client is not told why"
     killed = len(struck(directory, POISON))
     print(f"poisonous request: {killed} replicas killed, failed after {poisoned.total_s:.1f} s")
@@ -218,7 +217,6 @@ def test_a_killed_frontend_and_a_killed_proxy_cost_the_caller_nothing(
     all_right(outcomes)
     assert all(outcome.ended_s > killed_s for outcome in outcomes), "too late to break anything"
     for outcome in outcomes:
-        assert outcome.named == 1
         assert outcome.end is not None
         assert outcome.end.usage.completion_tokens == LONG_TOKENS
         if outcome.ask.stream:
