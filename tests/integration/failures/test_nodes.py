@@ -95,6 +95,8 @@ def test_a_node_with_a_replica_and_then_the_node_with_the_pool_are_lost(
         times_s.append(time.monotonic())
         hosted.add_node()
         hosted.wait_for_replicas(2, 240.0)
+        # Until what the loss met has ended: the new replica may be there before that.
+        hosted.wait_for_tokens(STREAMS * TOKENS)
         assert hosted.process("pool").node_id == pool
         times_s.append(time.monotonic())
         lose(hosted, pool)
