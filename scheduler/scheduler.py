@@ -277,10 +277,9 @@ class Scheduler:
                 self._finish(sequence, FinishReason.FAILED, *astuple(row.failure))
         return committed
 
-    def _finish(
-        self, sequence: Sequence, reason: FinishReason, message: str = "", field: str = ""
-    ) -> None:
-        self._out.append(Finish(sequence.id, reason, sequence.usage(), message, field))
+    def _finish(self, sequence: Sequence, reason: FinishReason, *said: str) -> None:
+        """`said`: the message, and the field at fault if one is."""
+        self._out.append(Finish(sequence.id, reason, sequence.usage(), *said))
         replica_id = sequence.replica_id
         if sequence.reservation is not None:
             self._dispatcher.touch(sequence.reservation)

@@ -2,12 +2,10 @@
 
 Pure rules over the failure records of sequences; the scheduler moves the sequences.
 
-A batch fails where the device or the process does (memory ran out, a bug); what a row's own
-parameters or logits lead to ends the row alone, and is no failure here. The worker has tried that
-the replica still works, so a batch that failed was too large, or one of its rows breaks it. It is
-halved: its rows may run in batches of half as many, so that a row which breaks every batch is alone
-in the end. Only failing alone counts against a row, and the replica on which it failed is then
-excluded for it while another could hold it.
+A failed batch (memory ran out, a bug) is halved: its rows may run in batches of half as many, so a
+batch that was only too large succeeds, and a row that breaks every batch is alone in the end. Only
+failing alone counts against a row (the worker has seen that the replica is sound), and the replica
+on which it failed is then excluded for it while another could hold it.
 
 Of a replica that dies any row of any batch in flight may be the cause, also of the batch queued
 second, for a result may be lost with the process that made it. All go into quarantine: n of them
