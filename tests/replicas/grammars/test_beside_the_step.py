@@ -147,18 +147,3 @@ def test_no_penalty_strikes_out_the_tokens_that_a_structure_needs(penalty: float
     (output,) = engine(Grammars(tokenizer(), [EOS], VOCAB), "model").generate([request])
     assert output.reason is FinishReason.LENGTH
     assert len(output.tokens) == request.max_new_tokens
-
-
-def test_a_row_left_without_a_token_fails_by_the_field_that_struck_them_out() -> None:
-    """Every token would end the text, and none may yet."""
-    request = requests()[2]
-    decoding = Decoding(len(request.prompt), min_tokens=9)
-    every = tuple(range(VOCAB))
-    run = engine(Grammars(tokenizer(), [EOS], VOCAB), "model")
-    bad, other = run.generate(
-        [replace(request, id="bad", decoding=decoding, stop_token_ids=every), request]
-    )
-    assert (bad.reason, bad.tokens) == (FinishReason.FAILED, [])
-    failures = [row.failure for result in run.results for row in result.rows if row.failure]
-    assert [failure.field for failure in failures] == ["min_tokens"]
-    assert other.tokens == undisturbed("model")[2]
