@@ -88,12 +88,16 @@ def test_the_models_are_where_workers_look_for_them_before_they_start(
         spec = job["spec"]["template"]["spec"]
         assert spec["volumes"][0]["persistentVolumeClaim"]["claimName"] == claim
         (script,) = spec["containers"][0]["args"]
-        read = [config.replica.target, config.replica.draft]
-        for place in filter(lambda path: path and path.startswith("/"), read):
-            assert f"--local-dir {place}\n" in script
-        complete = script.partition("complete=")[2].partition("\n")[0]
+        folder = script.partition("mkdir -p ")[2].partition("\n")[0]
+        named = [config.replica.target, config.replica.draft or ""]
+        places = [place for place in named if place.startswith("/")]
+        assert places
+        for place in places:
+            assert place.startswith(f"/models/{folder}/")
+            assert f"--local-dir {place.rpartition('/')[2]}\n" in script
         (waits,) = workers.pod["initContainers"]
-        assert f"test -e {complete};" in waits["args"][0]
+        assert f"test -e /models/{folder}/complete;" in waits["args"][0]
+        assert script.splitlines()[-1] == "touch complete"
     if not of_kind(rendered, "Job"):
         assert "initContainers" not in workers.pod
     keys = mounts["/etc/lockstep"]["secret"]["secretName"]
@@ -108,6 +112,7 @@ def test_a_chart_with_other_models_or_another_image_has_another_job() -> None:
         (made,) = of_kind(documents(render(overlaid(values(), changed))), "Job")
         return made["metadata"]["name"]
 
+    # The old cluster still reads the old models, so they stay as they are.
     revised = {"models": {"targetRevision": "0123abc"}}
     assert len({job(), job(**revised), job(image={"tag": "next"})}) == 3
 

@@ -23,3 +23,7 @@ capabilities: {drop: [ALL]}
 {{- define "lockstep.modelsHash" -}}
 {{ printf "%s@%s %s@%s" .Values.models.target .Values.models.targetRevision .Values.models.draft .Values.models.draftRevision | sha256sum | trunc 8 }}
 {{- end }}
+
+{{- define "lockstep.modelsFolder" -}}
+/models{{ if .Values.models.download }}/{{ include "lockstep.modelsHash" . }}{{ end }}
+{{- end }}
