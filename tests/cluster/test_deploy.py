@@ -115,6 +115,13 @@ def test_the_image_starts_a_model_that_it_has_without_being_root() -> None:
     assert f":{ClusterConfig().server.http_port}/healthz" in health
 
 
+def test_docker_waits_for_running_requests_where_the_page_stops_it() -> None:
+    page = (ROOT / "docs" / "deploy.md").read_text()
+    (stop_s,) = re.findall(r"--stop-timeout (\d+) ", page)
+    # Ray and Serve take some seconds more to end than the requests.
+    assert int(stop_s) >= ClusterConfig().actors.drain_s + 30
+
+
 def test_one_argument_pins_both_stages_of_the_image() -> None:
     assert {stage.split()[0] for stage in said("FROM")} == {"${BASE}"}
 

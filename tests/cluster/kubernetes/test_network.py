@@ -7,7 +7,14 @@ import pytest
 
 from tests.cluster.kubernetes.helm import documents, overlaid, render
 from tests.cluster.kubernetes.operator_rules import VERSIONS, groups, pod_labels, serve_service
-from tests.cluster.kubernetes.rendered import Rendered, of_kind, ray_service, redis, settings
+from tests.cluster.kubernetes.rendered import (
+    Rendered,
+    config_of,
+    of_kind,
+    ray_service,
+    redis,
+    settings,
+)
 
 
 def selects(selector: dict[str, str], labels: dict[str, str]) -> bool:
@@ -54,11 +61,13 @@ def test_the_network_policy_lets_in_clients_operator_and_prometheus_and_nobody_e
     )
     assert [port["port"] for port in clients["ports"]] == [8000, 9000]
     # Both the operator's chart and its plain manifests label it so (helm-chart/kuberay-operator,
-    # config/manager/manager.yaml). It asks the dashboard, and a head's proxy for its health.
+    # config/manager/manager.yaml). It asks the dashboard, and no proxy of a head that is excluded
+    # from the Service (controllers/ray/rayservice_controller.go, updateHeadPodServeLabel).
     (peer,) = operator["from"]
     component = {"app.kubernetes.io/component": "kuberay-operator"}
     assert peer["podSelector"]["matchLabels"] == component
-    assert [port["port"] for port in operator["ports"]] == [8265, 8000]
+    assert [port["port"] for port in operator["ports"]] == [8265]
+    assert service["spec"]["excludeHeadPodFromServeSvc"] is True
     assert [port["port"] for port in prometheus["ports"]] == [8080]
     assert of_head["spec"]["policyTypes"] == ["Egress"]
 
@@ -69,6 +78,9 @@ def test_redis_is_reached_by_ray_and_by_nobody_else() -> None:
     store, place, closed = redis()
     address = f"{store['metadata']['name']}:{store['spec']['ports'][0]['port']}"
     assert cluster["gcsFaultToleranceOptions"]["redisAddress"] == address
+    # Workers wait so long for the new head (utils/constant.go,
+    # DefaultWorkerRayGcsReconnectTimeoutS), and requests for the pool on it.
+    assert config_of(ray_service(rendered)).pool.unreachable_s >= 600
     labels = place["spec"]["template"]["metadata"]["labels"]
     assert selects(store["spec"]["selector"], labels)
     assert selects(closed["spec"]["podSelector"]["matchLabels"], labels)
