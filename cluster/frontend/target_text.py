@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer
 
+from cluster.frontend.chat_template import check_template
 from cluster.frontend.prompts import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from cluster.frontend.structure import Structure
 from replicas.config import ReplicaConfig
@@ -51,7 +52,8 @@ class TargetText:
 
     @classmethod
     def load(cls, config: ReplicaConfig) -> TargetText:
-        """Raises OSError for a name that is not found."""
+        """Raises OSError for a name that is not found, and ConfigError for a chat template that
+        does not compile."""
         # Imported here: the command line imports this module before it knows that it needs it.
         from transformers import AutoConfig
 
@@ -65,6 +67,8 @@ class TargetText:
                 " one process, not a cluster"
             )
         encoder, eos_ids = read_tokens(config)
+        origin = "target" if config.chat_template is None else "chat_template"
+        check_template(getattr(encoder, "chat_template", None), origin)
         options: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
         model = AutoConfig.from_pretrained(resolve(config.target), **options)
         limit = getattr(model, "max_position_embeddings", None) or 1 << 30
@@ -111,9 +115,6 @@ class TargetText:
         own = set(prompt.options) & signature(self.encoder.apply_chat_template).parameters.keys()
         if own:
             raise InvalidRequest("chat_template_kwargs", f"{min(own)} is not a template's to read")
-        # Imported here like transformers, which brings it along.
-        from jinja2 import TemplateError
-
         try:
             ids = self.encoder.apply_chat_template(
                 list(prompt.messages),
@@ -123,9 +124,11 @@ class TargetText:
                 tokenizer_kwargs={"verbose": False},
                 **prompt.options,
             )
-        except (TemplateError, TypeError, ValueError) as error:
+        except Exception as error:
+            # A template is a program: it may raise anything.
+            said = str(error) or type(error).__name__
             raise InvalidRequest(
-                "messages", f"the target's chat template refuses them: {error}"
+                "messages", f"the target's chat template refuses them: {said}"
             ) from None
         if not ids:
             raise InvalidRequest("messages", "the target's chat template makes no token of them")

@@ -1,0 +1,30 @@
+"""A chat template as a text: what can be said of it before any conversation is rendered."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from cluster.config import ConfigError
+
+
+def check_template(template: str | Mapping[str, str] | None, origin: str) -> None:
+    """Compile a template, or each of several by name. `origin`: the setting that it comes from.
+
+    Raises ConfigError, which begins with `origin`, for a template that is no Jinja.
+    """
+    # Imported here like transformers, which brings jinja2 along.
+    from jinja2 import TemplateSyntaxError
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    for text in template.values() if isinstance(template, Mapping) else (template,):
+        no_conversation: list[Any] = []
+        try:
+            if text is not None:
+                render_jinja_template(no_conversation, chat_template=text)
+        except TemplateSyntaxError as error:
+            place = f"line {error.lineno}: {error}"
+            raise ConfigError(f"{origin}: no chat template in Jinja: {place}") from None
+        except Exception as error:
+            # Python's own compiler refuses what Jinja has read, as what is nested too deeply.
+            raise ConfigError(f"{origin}: no chat template in Jinja: {error!r}") from None
