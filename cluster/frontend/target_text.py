@@ -28,7 +28,7 @@ class TargetText:
 
     tokenizer: Tokenizer
     eos_token_ids: tuple[int, ...]
-    """The target's own end-of-text tokens."""
+    """The target's own end-of-text tokens, each of which it can choose."""
     context_len: int
     """Longest content in tokens that the target or the configuration allows."""
     encoder: Any
@@ -57,7 +57,7 @@ class TargetText:
         # Imported here: the command line imports this module before it knows that it needs it.
         from transformers import AutoConfig
 
-        from replicas.decoding import read_tokens
+        from replicas.decoding import choosable, read_tokens
         from replicas.models.load import resolve
         from replicas.models.shapes import is_planted
 
@@ -72,12 +72,13 @@ class TargetText:
         options: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
         model = AutoConfig.from_pretrained(resolve(config.target), **options)
         limit = getattr(model, "max_position_embeddings", None) or 1 << 30
+        embedding_size = getattr(model, "vocab_size", None) or 0
         return cls(
             tokenizer=encoder.backend_tokenizer,
-            eos_token_ids=eos_ids,
+            eos_token_ids=choosable(eos_ids, embedding_size),
             context_len=min(limit, config.context_len or limit),
             encoder=encoder,
-            embedding_size=getattr(model, "vocab_size", None) or 0,
+            embedding_size=embedding_size,
         )
 
     def encode(self, text: str, special_tokens: bool = True) -> tuple[int, ...]:
@@ -136,10 +137,10 @@ class TargetText:
 
     @property
     def end_of_turn_ids(self) -> tuple[int, ...]:
-        """Tokens that end a turn of a conversation."""
+        """Tokens that end a turn of a conversation, each of which the target can choose."""
         from replicas.decoding import end_of_turn_ids
 
-        return end_of_turn_ids(self.encoder, self.eos_token_ids)
+        return end_of_turn_ids(self.encoder, self.eos_token_ids, self.embedding_size)
 
     @cached_property
     def grammars(self) -> Grammars | None:
