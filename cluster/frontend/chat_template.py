@@ -1,11 +1,16 @@
-"""A chat template as a text: what can be said of it before any conversation is rendered."""
+"""A chat template as a text: whether it compiles, and what it makes of a conversation.
+
+Knows no tokenizer: the special tokens that a template may write have names of their own here.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cluster.config import ConfigError
+
+_SPECIAL_TOKENS = {f"{name}_token": f"<{name}>" for name in ("bos", "eos", "pad", "unk")}
 
 
 def check_template(template: str | Mapping[str, str] | None, origin: str) -> None:
@@ -28,3 +33,25 @@ def check_template(template: str | Mapping[str, str] | None, origin: str) -> Non
         except Exception as error:
             # Python's own compiler refuses what Jinja has read, as what is nested too deeply.
             raise ConfigError(f"{origin}: no chat template in Jinja: {error!r}") from None
+
+
+def rendered(
+    template: str,
+    turns: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] = (),
+    to_answer: bool = False,
+) -> str:
+    """The text of a conversation. `to_answer`: up to where the assistant's next turn begins.
+
+    Raises whatever the template raises: it is a program.
+    """
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    [text], _ = render_jinja_template(
+        [list(turns)],
+        tools=list(tools) or None,
+        chat_template=template,
+        add_generation_prompt=to_answer,
+        **_SPECIAL_TOKENS,
+    )
+    return str(text)

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 from cluster.frontend.chat_template import check_template
 from cluster.frontend.prompts import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from cluster.frontend.structure import Structure
+from cluster.frontend.tools import tool_format
 from replicas.config import ReplicaConfig
 from scheduler.errors import InvalidRequest
 from scheduler.messages import ReplicaSpec
@@ -73,13 +74,16 @@ class TargetText:
         model = AutoConfig.from_pretrained(resolve(config.target), **options)
         limit = getattr(model, "max_position_embeddings", None) or 1 << 30
         embedding_size = getattr(model, "vocab_size", None) or 0
-        return cls(
+        made = cls(
             tokenizer=encoder.backend_tokenizer,
             eos_token_ids=choosable(eos_ids, embedding_size),
             context_len=min(limit, config.context_len or limit),
             encoder=encoder,
             embedding_size=embedding_size,
         )
+        # So that no request waits for it.
+        tool_format(made.chat_template)
+        return made
 
     def encode(self, text: str, special_tokens: bool = True) -> tuple[int, ...]:
         """Token ids of a prompt, special tokens such as BOS included unless told otherwise."""
