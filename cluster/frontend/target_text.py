@@ -86,8 +86,15 @@ class TargetText:
         return made
 
     def encode(self, text: str, special_tokens: bool = True) -> tuple[int, ...]:
-        """Token ids of a prompt, special tokens such as BOS included unless told otherwise."""
-        encoded = self.encoder(text, add_special_tokens=special_tokens, verbose=False)
+        """Token ids of a prompt, special tokens such as BOS included unless told otherwise.
+
+        Raises InvalidRequest for a text that the tokenizer has no tokens for.
+        """
+        try:
+            encoded = self.encoder(text, add_special_tokens=special_tokens, verbose=False)
+        except Exception as error:
+            # tokenizers raises nothing more special.
+            raise InvalidRequest("prompt", f"the tokenizer refuses it: {error}") from None
         return tuple(encoded["input_ids"])
 
     def tokens(self, prompt: Prompt) -> tuple[int, ...]:
@@ -181,9 +188,13 @@ class TargetText:
         return grammar
 
     def word_forms(self, word: str) -> set[tuple[int, ...]]:
-        """Token ids of a word at the beginning of a text and after a space."""
+        """Token ids of a word at the beginning of a text and after a space. Raises InvalidRequest
+        for a word that the tokenizer has no tokens for."""
         forms = (word, " " + word.lstrip(" "))
-        encoded = (self.tokenizer.encode(form, add_special_tokens=False) for form in forms)
+        try:
+            encoded = [self.tokenizer.encode(form, add_special_tokens=False) for form in forms]
+        except Exception as error:
+            raise InvalidRequest("bad_words", f"the tokenizer refuses one: {error}") from None
         return {tuple(one.ids) for one in encoded if one.ids}
 
     def token_bytes(self, token: int) -> bytes:

@@ -1,6 +1,6 @@
 """Proves: an end of text that the target can never choose, because its embedding lacks the token,
 is none of the target's ends: texts, conversations and structures are served. A client's own stop
-token outside the vocabulary is still refused.
+token outside the vocabulary is still refused. So is a text that the tokenizer has no tokens for.
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from cluster.frontend.target_text import TargetText
 from replicas.decoding import load_grammars
 from replicas.demo import TARGET_DIR
 from replicas.replica import Replica
+from tests.cluster.fakes import CONTEXT
 from tests.cluster.frontend.http_rig import ASKED, PAIR, load_tiny, post, served
 
 CHAT: tuple[str, dict[str, Any]] = ("chat/completions", {"messages": ASKED})
@@ -58,3 +60,21 @@ async def test_an_end_that_cannot_be_chosen_is_left_out(of_tokenizer: bool, tmp_
             assert (wrong.status, wrong.error["param"]) == (400, "stop_token_ids")
     if not of_tokenizer:
         assert answer.json["choices"][0]["text"] == "yes"
+
+
+async def test_a_text_that_has_no_tokens_is_refused() -> None:
+    """Of a tokenizer without a token for unknown words."""
+    made = Tokenizer(models.WordLevel({"x": 0, "</s>": 1}))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    encoder = PreTrainedTokenizerFast(tokenizer_object=made, chat_template="{{ messages }}")
+    text = TargetText(made, (1,), CONTEXT, encoder)
+    cases: list[tuple[str, dict[str, Any], str]] = [
+        ("completions", {"prompt": "x y"}, "prompt"),
+        ("completions", {"prompt": "x", "bad_words": ["y"]}, "bad_words"),
+        ("chat/completions", {"messages": ASKED}, "messages"),
+        ("/tokenize", {"prompt": "x y"}, "prompt"),
+    ]
+    async with served(text=text, replicas=0) as (_made, app):
+        for where, fields, param in cases:
+            answer = await post(app, where, **fields)
+            assert (answer.status, answer.error["param"]) == (400, param)

@@ -6,6 +6,7 @@ does not depend on how it was cut, so that a stream says what a whole answer say
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -155,6 +156,39 @@ def test_what_was_given_out_does_not_depend_on_the_cuts(
     assert calls == (every.whole if parallel else every.whole[:1])
     assert calls == whole, "a call is what its parts are"
     assert calls or content == written, "what is no call is content"
+
+
+VALUES = st.recursive(
+    st.sampled_from([None, True, 0, 10**400, 1e400, float("nan"), "", "\ud800", "}</tool_call>;"]),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from("ab"), inner),
+    max_leaves=4,
+)
+FIELDS = st.tuples(
+    st.sampled_from(["name", "arguments", "parameters", "id", "else"]),
+    st.sampled_from(["time", "weather", "a b"]) | VALUES | st.dictionaries(st.just("a"), VALUES),
+)
+OBJECTS_OF_ANY_FIELDS = st.lists(FIELDS, max_size=4).map(
+    lambda fields: "{" + ", ".join(f'"{key}": {json.dumps(value)}' for key, value in fields) + "}"
+)
+
+
+@given(
+    FORMATS, OBJECTS_OF_ANY_FIELDS, st.integers(0, 80), st.sampled_from(["", "}", "</tool_call>"])
+)
+def test_whatever_a_target_writes_is_content_or_a_call_in_its_own_words(
+    form: ToolFormat, written: str, size: int, rest: str
+) -> None:
+    """Also one that is broken off."""
+    lead = "<tool_call>" if form is ToolFormat.HERMES else ""
+    written = lead + written[: size or None] + rest
+    content, calls, whole = Read(form).push(written, ended=True)
+    assert calls == whole
+    assert calls or content == written
+    for name, arguments in calls:
+        assert name in ("time", "weather")
+        f"{name}{arguments}{content}".encode()
+        given = [arguments] if arguments in written else []
+        assert given or not re.search(r'"(arguments|parameters|else)": [^n]', written)
 
 
 def test_arguments_come_while_they_are_written() -> None:
