@@ -85,16 +85,19 @@ class TargetText:
         tool_format(made.chat_template)
         return made
 
-    def encode(self, text: str, special_tokens: bool = True) -> tuple[int, ...]:
+    def encode(
+        self, text: str, special_tokens: bool = True, field: str = "prompt"
+    ) -> tuple[int, ...]:
         """Token ids of a prompt, special tokens such as BOS included unless told otherwise.
 
-        Raises InvalidRequest for a text that the tokenizer has no tokens for.
+        Raises InvalidRequest for a text that the tokenizer has no tokens for; `field`: what asks
+        for it.
         """
         try:
             encoded = self.encoder(text, add_special_tokens=special_tokens, verbose=False)
         except Exception as error:
             # tokenizers raises nothing more special.
-            raise InvalidRequest("prompt", f"the tokenizer refuses it: {error}") from None
+            raise InvalidRequest(field, f"the tokenizer refuses it: {error}") from None
         return tuple(encoded["input_ids"])
 
     def tokens(self, prompt: Prompt) -> tuple[int, ...]:
