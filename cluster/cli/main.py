@@ -73,13 +73,14 @@ def serve(
     """Serve until Ctrl-C or SIGTERM; running requests may finish within the grace time."""
     from cluster.cli.serve import at_revision, serve_until_signal, with_key, with_paths
     from cluster.frontend.admission.control import check_exposure
+    from cluster.frontend.chat_template import check_template
 
     with _errors():
         if revision is not None:
             settings = at_revision(settings, revision)
         settings = with_paths(settings)
         if settings.replica.chat_template is not None:
-            text_of(Path(settings.replica.chat_template))
+            check_template(text_of(Path(settings.replica.chat_template)), "chat_template")
         settings = with_key(settings, api_key)
         check_exposure(settings)
         if settings.auth.keys_file is not None:

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer
 
+from cluster.frontend.chat_template import check_template
 from cluster.frontend.prompts import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from cluster.frontend.structure import Structure
+from cluster.frontend.tools import tool_format
 from replicas.config import ReplicaConfig
 from scheduler.errors import InvalidRequest
 from scheduler.messages import ReplicaSpec
@@ -27,7 +29,7 @@ class TargetText:
 
     tokenizer: Tokenizer
     eos_token_ids: tuple[int, ...]
-    """The target's own end-of-text tokens."""
+    """The target's own end-of-text tokens, each of which it can choose."""
     context_len: int
     """Longest content in tokens that the target or the configuration allows."""
     encoder: Any
@@ -51,11 +53,12 @@ class TargetText:
 
     @classmethod
     def load(cls, config: ReplicaConfig) -> TargetText:
-        """Raises OSError for a name that is not found."""
+        """Raises OSError for a name that is not found, and ConfigError for a chat template that
+        does not compile."""
         # Imported here: the command line imports this module before it knows that it needs it.
         from transformers import AutoConfig
 
-        from replicas.decoding import read_tokens
+        from replicas.decoding import choosable, read_tokens
         from replicas.models.load import resolve
         from replicas.models.shapes import is_planted
 
@@ -65,20 +68,36 @@ class TargetText:
                 " one process, not a cluster"
             )
         encoder, eos_ids = read_tokens(config)
+        origin = "target" if config.chat_template is None else "chat_template"
+        check_template(getattr(encoder, "chat_template", None), origin)
         options: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
         model = AutoConfig.from_pretrained(resolve(config.target), **options)
         limit = getattr(model, "max_position_embeddings", None) or 1 << 30
-        return cls(
+        embedding_size = getattr(model, "vocab_size", None) or 0
+        made = cls(
             tokenizer=encoder.backend_tokenizer,
-            eos_token_ids=eos_ids,
+            eos_token_ids=choosable(eos_ids, embedding_size),
             context_len=min(limit, config.context_len or limit),
             encoder=encoder,
-            embedding_size=getattr(model, "vocab_size", None) or 0,
+            embedding_size=embedding_size,
         )
+        # So that no request waits for it.
+        tool_format(made.chat_template)
+        return made
 
-    def encode(self, text: str, special_tokens: bool = True) -> tuple[int, ...]:
-        """Token ids of a prompt, special tokens such as BOS included unless told otherwise."""
-        encoded = self.encoder(text, add_special_tokens=special_tokens, verbose=False)
+    def encode(
+        self, text: str, special_tokens: bool = True, field: str = "prompt"
+    ) -> tuple[int, ...]:
+        """Token ids of a prompt, special tokens such as BOS included unless told otherwise.
+
+        Raises InvalidRequest for a text that the tokenizer has no tokens for; `field`: what asks
+        for it.
+        """
+        try:
+            encoded = self.encoder(text, add_special_tokens=special_tokens, verbose=False)
+        except Exception as error:
+            # tokenizers raises nothing more special.
+            raise InvalidRequest(field, f"the tokenizer refuses it: {error}") from None
         return tuple(encoded["input_ids"])
 
     def tokens(self, prompt: Prompt) -> tuple[int, ...]:
@@ -111,9 +130,6 @@ class TargetText:
         own = set(prompt.options) & signature(self.encoder.apply_chat_template).parameters.keys()
         if own:
             raise InvalidRequest("chat_template_kwargs", f"{min(own)} is not a template's to read")
-        # Imported here like transformers, which brings it along.
-        from jinja2 import TemplateError
-
         try:
             ids = self.encoder.apply_chat_template(
                 list(prompt.messages),
@@ -123,9 +139,11 @@ class TargetText:
                 tokenizer_kwargs={"verbose": False},
                 **prompt.options,
             )
-        except (TemplateError, TypeError, ValueError) as error:
+        except Exception as error:
+            # A template is a program: it may raise anything.
+            said = str(error) or type(error).__name__
             raise InvalidRequest(
-                "messages", f"the target's chat template refuses them: {error}"
+                "messages", f"the target's chat template refuses them: {said}"
             ) from None
         if not ids:
             raise InvalidRequest("messages", "the target's chat template makes no token of them")
@@ -133,10 +151,10 @@ class TargetText:
 
     @property
     def end_of_turn_ids(self) -> tuple[int, ...]:
-        """Tokens that end a turn of a conversation."""
+        """Tokens that end a turn of a conversation, each of which the target can choose."""
         from replicas.decoding import end_of_turn_ids
 
-        return end_of_turn_ids(self.encoder, self.eos_token_ids)
+        return end_of_turn_ids(self.encoder, self.eos_token_ids, self.embedding_size)
 
     @cached_property
     def grammars(self) -> Grammars | None:
@@ -173,9 +191,13 @@ class TargetText:
         return grammar
 
     def word_forms(self, word: str) -> set[tuple[int, ...]]:
-        """Token ids of a word at the beginning of a text and after a space."""
+        """Token ids of a word at the beginning of a text and after a space. Raises InvalidRequest
+        for a word that the tokenizer has no tokens for."""
         forms = (word, " " + word.lstrip(" "))
-        encoded = (self.tokenizer.encode(form, add_special_tokens=False) for form in forms)
+        try:
+            encoded = [self.tokenizer.encode(form, add_special_tokens=False) for form in forms]
+        except Exception as error:
+            raise InvalidRequest("bad_words", f"the tokenizer refuses one: {error}") from None
         return {tuple(one.ids) for one in encoded if one.ids}
 
     def token_bytes(self, token: int) -> bytes:

@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import takewhile
 
 from tokenizers import Tokenizer
 
 _CONTEXT_TOKENS = 16
 """Tokens of the prompt that the decoder sees, so that the first new token gets its space right."""
-_CHARACTER_BYTES = 4
+CHARACTER_BYTES = 4
 """In UTF-8, at most."""
 _INCOMPLETE = "\ufffd"
 """What a decoder makes of bytes that are no character, or not yet."""
@@ -33,6 +34,9 @@ class Detokenizer:
     each, if any of them is bad. Here what was given out before the bad one stays; after every
     `HELD_MAX` tokens the run is text again if its last `_KEPT` are text by themselves. What a push
     costs is bounded, whatever the tokens are.
+
+    A prompt may end within a character. The text of the answer then begins with that character as
+    soon as it is whole. If it never is, its U+FFFD belongs to the prompt, and is not repeated.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
@@ -44,16 +48,52 @@ class Detokenizer:
         """Tokens whose text was not given out."""
         self._given: str
         """What of the text of both was given out, or is the prompt's."""
-        context = list(prompt[-_CONTEXT_TOKENS:])
-        if len(prompt) > _CONTEXT_TOKENS:
-            # It may begin within a character, which makes a whole run of byte tokens U+FFFD.
-            tails = (context[at:] for at in range(_CHARACTER_BYTES))
-            whole = (tail for tail in tails if not self._decode(tail).endswith(_INCOMPLETE))
-            context = next(whole, context)
-        self._settle(context)
+        self._of_prompt = ""
+        """What the prompt's text already has of the tokens held back."""
+        self._ends_prompt = True
+        """Whether those were the prompt's last ones."""
+        self._begin(prompt)
 
     def push(self, token: int) -> str:
         """The text that `token` completes; empty while a character is incomplete."""
+        text = self._push(token)
+        if not text or not self._of_prompt:
+            return text
+        rest = self._unsaid(text)
+        self._of_prompt = "" if rest else self._of_prompt[len(text) :]
+        return rest
+
+    def take_from_prompt(self) -> int:
+        """Give out also what the prompt's text has of a character that may not be whole. Returns of
+        how many tokens at the prompt's end the text comes here now. To be called before a push."""
+        if not self._ends_prompt:
+            return 0
+        self._of_prompt = ""
+        return len(self._held)
+
+    def flush(self) -> str:
+        """What is held back, as it is when no token comes any more: bytes of no character, as
+        U+FFFD. Changes nothing."""
+        return self._unsaid(self._rest(self._decode(self._settled + self._held)))
+
+    def _begin(self, prompt: Sequence[int]) -> None:
+        context = list(prompt[-_CONTEXT_TOKENS:])
+        if _INCOMPLETE not in self._decode(context):
+            self._settle(context)
+            return
+        # It may begin within a character, which makes a whole run of byte tokens U+FFFD.
+        begins = range(CHARACTER_BYTES if len(prompt) > _CONTEXT_TOKENS else 1)
+        tails = [context[at:] for at in begins]
+        self._pass_over(min(tails, key=lambda tail: self._pass_over(tail).count(_INCOMPLETE)))
+        self._of_prompt = self.flush()
+        self._ends_prompt = context[len(context) - len(self._held) :] == self._held
+
+    def _pass_over(self, tokens: list[int]) -> str:
+        """Begin anew with these tokens. Returns their text, with what is held back."""
+        self._settle([])
+        return "".join(map(self._push, tokens)) + self.flush()
+
+    def _push(self, token: int) -> str:
         if token in self._special or self._tokenizer.id_to_token(token) is None:
             # The decoder never sees it, wherever it stands.
             return ""
@@ -65,9 +105,10 @@ class Detokenizer:
         self._settle(self._held)
         return rest
 
-    def flush(self) -> str:
-        """What is held back when no token comes any more: bytes of no character, as U+FFFD."""
-        return self._rest(self._decode(self._settled + self._held))
+    def _unsaid(self, text: str) -> str:
+        """Without what the prompt's text has of it."""
+        pairs = zip(self._of_prompt, text, strict=False)
+        return text[sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)) :]
 
     def _rest(self, text: str) -> str:
         """Of the text of all tokens that are here what was not given out."""
@@ -134,6 +175,10 @@ class TextStream:
         self._stops = tuple(stops)
         self._held = ""
         """Text that may be the beginning of a stop string."""
+
+    def take_from_prompt(self) -> int:
+        """As of a `Detokenizer`, for a text that repeats its prompt."""
+        return self._detokenizer.take_from_prompt()
 
     def push(self, tokens: Sequence[int]) -> Piece:
         """Feed tokens; after a stop string was found the rest of them is left alone."""

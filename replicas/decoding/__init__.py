@@ -2,4 +2,4 @@
 
 from replicas.decoding.logprobs import token_logprobs
 from replicas.decoding.rows import DecodingRows, RowState
-from replicas.decoding.tokens import end_of_turn_ids, load_grammars, read_tokens
+from replicas.decoding.tokens import choosable, end_of_turn_ids, load_grammars, read_tokens

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +37,20 @@ def read_tokens(config: ReplicaConfig) -> tuple[Any, tuple[int, ...]]:
     return encoder, () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
 
 
-def end_of_turn_ids(encoder: Any, eos_token_ids: tuple[int, ...]) -> tuple[int, ...]:
+def end_of_turn_ids(
+    encoder: Any, eos_token_ids: tuple[int, ...], width: int = 0
+) -> tuple[int, ...]:
     """Tokens that end a turn of a conversation: the target's own end of text, and the tokenizer's,
-    which chat models end their turns with."""
+    which chat models end their turns with. `width`: as of `choosable`."""
     eos = getattr(encoder, "eos_token_id", None)
-    return tuple(dict.fromkeys((*eos_token_ids, *(() if eos is None else (eos,)))))
+    return choosable((*eos_token_ids, *(() if eos is None else (eos,))), width)
+
+
+def choosable(tokens: Iterable[int], width: int = 0) -> tuple[int, ...]:
+    """Each once, without those that the target can never choose: a tokenizer or a configuration may
+    name an end of text that the embedding lacks. `width`: of the logits; 0: it is not known."""
+    most = width or sys.maxsize
+    return tuple(dict.fromkeys(token for token in tokens if 0 <= token < most))
 
 
 def load_grammars(config: ReplicaConfig, vocab: int) -> Grammars | None:
@@ -49,7 +60,7 @@ def load_grammars(config: ReplicaConfig, vocab: int) -> Grammars | None:
         return None
     encoder, eos = read_tokens(config)
     try:
-        return Grammars(encoder.backend_tokenizer, end_of_turn_ids(encoder, eos), vocab)
+        return Grammars(encoder.backend_tokenizer, end_of_turn_ids(encoder, eos, vocab), vocab)
     except ValueError as error:
         _log.warning("%s: requests may have no grammar: %s", config.target, error)
         return None

@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 from cluster.frontend.answer import Answer, AnswerSequence
 from cluster.frontend.calls import Delta, GenerateCall, SequenceEnd
 from cluster.frontend.http_api.openai_models import AnyRequest, ChatRequest
+from cluster.frontend.http_api.text_offsets import TextOffsets
 from cluster.frontend.prompts import TextPrompt
 from cluster.frontend.target_text import TargetText
-from cluster.frontend.text import special_ids
+from cluster.frontend.text import CHARACTER_BYTES, Detokenizer, special_ids
 from cluster.frontend.tools import CallDelta, ToolCall
 from scheduler.decoding import TokenLogprobs
 from scheduler.errors import InvalidRequest
@@ -85,8 +86,8 @@ class _Written:
     passed_over: int
     """Tokens at its beginning that the client has of an earlier stream, and that are in no place of
     the text yet."""
-    chars: int = 0
-    """Of the texts of its tokens, the prompt's with `echo`: where the next token begins."""
+    offsets: TextOffsets
+    """Of its tokens, the prompt's with `echo`."""
 
     @property
     def told_of_prompt(self) -> list[tuple[int, TokenLogprobs | None]]:
@@ -121,7 +122,7 @@ class OpenAIAnswer:
         sequences = answer.sequences
         places = [Place()] * len(sequences) if self._last is None else self._last.places
         self._written = [
-            _Written(sequence, place, self._echo(answer.call, sequence), place.tokens)
+            self._begun(answer.call, sequence, place)
             for sequence, place in zip(sequences, places, strict=True)
         ]
 
@@ -243,8 +244,8 @@ class OpenAIAnswer:
             # Tokens that are part of a character may have one name: the likeliest has it.
             for other, logprob in () if said is None else (*said.top, (token, said.logprob)):
                 top.setdefault(self._name(other), logprob)
-            rows.append((name, None if said is None else said.logprob, top or None, one.chars))
-            one.chars += self._width(token, name, one)
+            at = self._offset(token, name, one)
+            rows.append((name, None if said is None else said.logprob, top or None, at))
         names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
         return {name: [row[at] for row in rows] for at, name in enumerate(names)}
 
@@ -284,20 +285,31 @@ class OpenAIAnswer:
     def _name(self, token: int) -> str:
         return self._text.token_bytes(token).decode(errors="replace")
 
-    def _width(self, token: int, name: str, one: _Written) -> int:
-        """Characters of the text that the token there stands for: a special one for none in an
-        answer, and in a prompt only where it was given itself."""
-        shown = token not in special_ids(self._text.tokenizer)
-        return len(name) if shown or one.echo.startswith(name, one.chars) else 0
+    def _offset(self, token: int, name: str, one: _Written) -> int:
+        """Where the token stands in the text. A special one has no place in an answer, and in a
+        prompt only where it was given itself."""
+        if token not in special_ids(self._text.tokenizer):
+            return one.offsets.place(token, self._text.token_bytes(token))
+        given = one.echo.startswith(name, one.offsets.end)
+        return one.offsets.skip(name if given else "")
 
-    def _echo(self, call: GenerateCall, sequence: AnswerSequence) -> str:
-        """What the text of a sequence repeats of its prompt."""
-        if not self.asked.echoes:
-            return ""
-        prompt = call.prompts[sequence.index // call.choices]
-        if isinstance(prompt, TextPrompt):
-            return prompt.text
-        return self._text.tokenizer.decode(list(sequence.prompt), skip_special_tokens=False)
+    def _begun(self, call: GenerateCall, sequence: AnswerSequence, place: Place) -> _Written:
+        prompt, echo = call.prompts[sequence.index // call.choices], ""
+        before: list[int] = []
+        if self.asked.echoes:
+            echo = prompt.text if isinstance(prompt, TextPrompt) else self._echo(sequence)
+        elif self.asked.top_logprobs_wanted is not None and not self._chat:
+            before = [*sequence.prompt, *call.committed_token_ids]
+        ends_with = b"".join(map(self._text.token_bytes, before[-CHARACTER_BYTES:]))
+        offsets = TextOffsets(Detokenizer(self._text.tokenizer, before), ends_with)
+        return _Written(sequence, place, echo, place.tokens, offsets)
+
+    def _echo(self, sequence: AnswerSequence) -> str:
+        """The text of a prompt of tokens up to a character that the answer may make whole, which
+        comes with the answer's text."""
+        shown = list(sequence.prompt)
+        shown = shown[: len(shown) - sequence.text.take_from_prompt()]
+        return self._text.tokenizer.decode(shown, skip_special_tokens=False)
 
     def _object(self, choices: list[dict[str, Any]], chunk: bool = True) -> dict[str, Any]:
         kind = "chat.completion" + ".chunk" * chunk if self._chat else "text_completion"

@@ -94,7 +94,8 @@ class Message(Strict):
     @field_validator("content", mode="before")
     @classmethod
     def _text_of_parts(cls, content: Any, info: ValidationInfo) -> str:
-        if content is None and info.data.get("tool_calls"):
+        # Calls that are wrong are not among the data, and are complained of by themselves.
+        if content is None and info.data.get("tool_calls", True):
             return ""
         if isinstance(content, str):
             return content

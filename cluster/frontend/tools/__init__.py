@@ -1,5 +1,6 @@
 """Tools that a call offers, and the calls of them in its answer."""
 
+from cluster.frontend.tools.formats import tool_format
 from cluster.frontend.tools.reader import CallDelta, ToolCall, ToolReader
 from cluster.frontend.tools.use import (
     CallTurn,
@@ -9,5 +10,4 @@ from cluster.frontend.tools.use import (
     ToolChoice,
     ToolUse,
     json_object,
-    tool_format,
 )

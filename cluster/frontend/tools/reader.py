@@ -2,7 +2,8 @@
 
 A call begins when its name is known and its arguments have begun. From there on its arguments are
 given out as they come, in the target's own words, also where they turn out to be no JSON. What ends
-before that point and is no call is content, as it stands.
+before that point and is no call is content, as it stands. So is an object whose arguments are not
+plain to see: without any but with other fields, with two that differ, or with what is no object.
 """
 
 from __future__ import annotations
@@ -12,10 +13,14 @@ import re
 import uuid
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 from cluster.frontend.text import tail_of
 from cluster.frontend.tools.use import CALL_BEGIN, CALL_END, ToolFormat
+
+_ANY_NAME = r"[a-zA-Z0-9_.-]{1,64}"
+_KEYS = ("arguments", "parameters")
+"""A call has its arguments by either name, whatever its format writes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +58,15 @@ class ToolReader:
         """`parallel`: whether calls behind the first one are given out."""
         self._parallel = parallel
         self._hermes = form is ToolFormat.HERMES
-        self._key = "arguments" if self._hermes else "parameters"
-        self._names = None if self._hermes else names
-        """Only an object with one of these names is a call; None: with any."""
         # Of llama, an object at the beginning alone.
         self._lead = re.compile((CALL_BEGIN if self._hermes else r"\A") + r"\s*(?=\{)")
-        name = r"[a-zA-Z0-9_.-]{1,64}" if self._hermes else "|".join(map(re.escape, names))
-        self._head = re.compile(rf'\{{\s*"name"\s*:\s*"({name})"\s*,\s*"{self._key}"\s*:\s*(?=\{{)')
+        # Only an object with one of these names is a call.
+        name = _ANY_NAME if self._hermes else "|".join(map(re.escape, names))
+        self._name = re.compile(name)
+        # Where the first arguments are empty, others may follow.
+        self._head = re.compile(
+            rf'\{{\s*"name"\s*:\s*"({name})"\s*,\s*"(?:{"|".join(_KEYS)})"\s*:\s*(?=\{{\s*[^\s}}])'
+        )
         self._held = ""
         """Text that was not read yet."""
         self._ended = False
@@ -121,8 +128,8 @@ class ToolReader:
             yield
         if size is not None:
             text, self._held = text[: len(text) - len(new) + size], new[size:]
-        found = _call_of(text, self._key)
-        if found is None or (self._names is not None and found[0] not in self._names):
+        found = _call_of(text)
+        if found is None or not self._name.fullmatch(found[0]):
             self._content += lead + text
             return False
         name, arguments = found
@@ -209,15 +216,56 @@ class _Scan:
         return None
 
 
-def _call_of(text: str, key: str) -> tuple[str, str] | None:
-    """Name and arguments of a whole object that is a call."""
+def _call_of(text: str) -> tuple[str, str] | None:
+    """Name and arguments, as they stand there, of an object that is a call. It may lack the brace
+    at its end behind its arguments."""
     try:
-        found: Any = json.loads(text)
+        fields, closed = _fields(text)
+        name = fields.pop("name", ("", None))[1]
+        given = [fields.pop(key) for key in _KEYS if key in fields]
+        given = [(said, value) for said, value in given if value is not None]
+        if not isinstance(name, str) or any(value != given[0][1] for _, value in given):
+            return None
     except (ValueError, RecursionError):
         return None
-    if not isinstance(found, dict) or not isinstance(found.get("name"), str):
-        return None
-    arguments = found.get(key, {})
-    if not isinstance(arguments, dict):
-        return None
-    return found["name"], json.dumps(arguments, ensure_ascii=False)
+    if given:
+        said, value = given[0]
+        return (name, said) if isinstance(value, dict) else None
+    # There are no arguments, or some by a name that is not known.
+    return (name, "{}") if closed and not fields.keys() - {"type", "id"} else None
+
+
+def _fields(text: str) -> tuple[dict[str, tuple[str, Any]], bool]:
+    """Of an object, each once: its value as it stands there, and what it is; and whether the brace
+    at its end is there. Raises ValueError and RecursionError."""
+    found: dict[str, tuple[str, Any]] = {}
+    mark, at = _mark(text, 0)
+    if mark != "{":
+        raise ValueError("no object")
+    mark = ","
+    while mark == ",":
+        name, at = _JSON.raw_decode(text, at)
+        colon, begin = _mark(text, at)
+        if not isinstance(name, str) or name in found or colon != ":":
+            raise ValueError(f"not a field, or one more of the same name: {name!r}")
+        value, at = _JSON.raw_decode(text, begin)
+        found[name] = text[begin:at], value
+        mark, at = _mark(text, at)
+    if at < len(text) or mark not in ("", "}"):
+        raise ValueError("no end of an object")
+    return found, mark == "}"
+
+
+def _mark(text: str, at: int) -> tuple[str, int]:
+    """The mark between two values, if one stands there, and where the text goes on."""
+    found = _MARK.match(text, at)
+    assert found is not None, "it matches nothing, too"
+    return found[1], found.end()
+
+
+def _no_number(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON")
+
+
+_MARK = re.compile(r"\s*([{:,}]?)\s*")
+_JSON = json.JSONDecoder(parse_constant=_no_number)

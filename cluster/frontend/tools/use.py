@@ -1,6 +1,6 @@
 """Tool calls: the functions that a request offers, and how a target writes calls.
 
-A chat template that knows tools says in which format the target was trained to write a call:
+A chat template writes calls in the format that the target was trained to write them in:
 - hermes: `<tool_call>`, a JSON object with `name` and `arguments`, `</tool_call>`, among text;
 - llama: an answer that is nothing but JSON objects with `name` and `parameters`, `; ` between them.
 """
@@ -26,17 +26,10 @@ _COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator
 
 
 class ToolFormat(StrEnum):
+    """Each is read by `ToolReader`, and bound by `ToolUse.structure`."""
+
     HERMES = "hermes"
     LLAMA = "llama"
-
-
-def tool_format(template: str | None) -> ToolFormat | None:
-    """The format that a chat template teaches; None: it knows no tools, or another format."""
-    if template is None or "tools" not in template:
-        return None
-    if CALL_BEGIN in template:
-        return ToolFormat.HERMES
-    return ToolFormat.LLAMA if '"parameters"' in template else None
 
 
 class Function(Strict, BaseModel):
@@ -132,7 +125,8 @@ class ToolUse:
         """What binds an answer: the tools, or else what the call has `asked` for itself. Raises
         InvalidRequest where both would."""
         if form is None:
-            raise InvalidRequest("tools", "the target's chat template knows none")
+            reason = "the target's chat template has none, or a form of calls that is not known"
+            raise InvalidRequest("tools", reason)
         calls = _tool_structure(self, form)
         if calls is not None and asked is not None:
             raise InvalidRequest(asked.kind, "not with tools that bind the text")

@@ -197,6 +197,7 @@ def test_of_a_key_the_settings_have_the_hash(
         (["--api-key", "a b"], "--api-key: an API key is one word"),
         (["--chat-template", "nowhere.jinja"], "nowhere.jinja"),
         (["--chat-template", "FOLDER/latin"], "latin: not UTF-8"),
+        (["--chat-template", "FOLDER/broken"], "chat_template: no chat template in Jinja: line"),
         (["--config", "FOLDER/wrong.yaml"], "scheduler.rows: unknown name; did you mean rows_max?"),
         (["--api-key", "a", "--allow-anyone"], "api_key_sha256 and allow_anyone contradict"),
     ],
@@ -206,6 +207,7 @@ def test_a_wrong_value_is_a_sentence(
 ) -> None:
     (tmp_path / "wrong.yaml").write_text("scheduler: {rows: 4}\n")
     (tmp_path / "latin").write_bytes(b"\xff")
+    (tmp_path / "broken").write_text("{% for m in messages %}")
     flags = [flag.replace("FOLDER", str(tmp_path)) for flag in flags]
     assert said in lockstep("serve", *flags, code=2)
     assert served == []

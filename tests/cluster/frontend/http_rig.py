@@ -213,6 +213,13 @@ HERMES_TEMPLATE = (
     "{{ {'name': call.function.name, 'arguments': call.function.arguments} | tojson }}"
     "\n</tool_call>{% endfor %}\n{% endfor %}assistant: "
 )
+LLAMA_TEMPLATE = (
+    "{% if tools %}{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}"
+    'Answer with {"name": ..., "parameters": ...}\n{% endif %}'
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}{% for call in m.tool_calls or [] %}"
+    "{{ {'name': call.function.name, 'parameters': call.function.arguments} | tojson }}"
+    "{% if not loop.last %}; {% endif %}{% endfor %}\n{% endfor %}assistant: "
+)
 WEATHER = {
     "name": "weather",
     "parameters": {

@@ -116,6 +116,7 @@ BOUND: dict[str, Any] = {"tools": TOOLS, "tool_choice": "required"}
 NAMED = {"type": "function", "function": {"name": "x"}}
 MISTYPED = {"type": "function", "function": {"name": "a", "parameters": {"type": "thing"}}}
 HALF_A_CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}
+NO_CALLS = {"role": "assistant", "content": None, "tool_calls": []}
 SPACED = {"type": "function", "function": {"name": "a b"}}
 CHATS: Rows = [
     ({"messages": []}, "messages: must not be empty"),
@@ -131,8 +132,10 @@ CHATS: Rows = [
     (BOUND | {"response_format": {"type": "json_object"}}, "response_format: not with tools that"),
     (BOUND | {"tools": [MISTYPED], "response_format": {"type": "text"}}, "tools: "),
     ({"messages": [HALF_A_CALL]}, "messages.0.tool_calls.0.function.arguments: must be given"),
-    ({"tools": [{}]}, "tools.0.type: must be given"),
-    ({"tools": [{"type": "web_search"}]}, "tools.0.type: must be 'function', is 'web_search'"),
+    ({"messages": [NO_CALLS | {"tool_calls": "x"}]}, "messages.0.tool_calls: must be a list"),
+    ({"messages": [NO_CALLS]}, f"messages.0.content: {A_TEXT} None"),
+    ({"tools": [{}]}, "tools.0.type: must be given; tools.0.function: must be given"),
+    ({"tools": [TOOLS[0] | {"type": "x"}]}, "tools.0.type: must be 'function', is 'x'"),
     ({"tools": [SPACED]}, f"tools.0.function.name: {A_NAME}"),
     ({"tool_choice": "required"}, "tool_choice: no tools are given"),
     ({"tool_choice": "sometimes"}, f"tool_choice: {A_MODE} 'sometimes'"),
@@ -182,5 +185,6 @@ async def test_over_http(streamed: bool) -> None:
             assert answer.status == 400, said
             assert answer.error["message"].startswith(said), answer.error
             assert answer.error["param"] == said.partition(": ")[0]
+            assert answer.error["message"].count("; ") == said.count("; "), "nothing else is wrong"
             assert answer.error["type"] == "invalid_request_error"
         assert unfinished(made.service) == 0

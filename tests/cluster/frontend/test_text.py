@@ -97,12 +97,7 @@ def test_any_bytes_have_the_text_of_the_whole_however_tokens_cut_them(
 ) -> None:
     """`sizes`: bytes of each token, over and over."""
     said = b"".join(part * count for part, count in runs)
-    parts, every = [b"x"], cycle(sizes)
-    while said:
-        size = next(every)
-        parts.append(said[:size])
-        said = said[size:]
-    made, tokens = tokenizer_of(parts)
+    made, tokens = tokenizer_of([b"x", *cut(said, sizes)])
     detokenizer = Detokenizer(made, tokens[:1])
     text = "".join(map(detokenizer.push, tokens[1:])) + detokenizer.flush()
     assert "x" + text == made.decode(tokens)
@@ -221,9 +216,60 @@ def test_any_tokens_of_a_byte_fallback_tokenizer_have_a_text(
         assert text.count(word) == spelled
 
 
-def test_a_prompt_that_ends_within_a_character_is_not_repeated() -> None:
+def test_the_end_of_a_prompt_within_a_character_that_is_never_whole_is_not_repeated() -> None:
     token, detokenizer = ids("a")[0], Detokenizer(tokenizer(), ids("the quick \U0001f98a")[:-1])
     assert detokenizer.push(token) + detokenizer.push(token) + detokenizer.flush() == "aa"
+
+
+CHARS = st.sampled_from("a \n\u00e9\u4e2d\u65e5\U0001f98a")
+WHOLE = st.lists(CHARS, max_size=24).map(lambda chars: "".join(["a", *chars]))
+"""A decoder may drop a space at the beginning."""
+
+
+def cut(said: bytes, sizes: list[int]) -> list[bytes]:
+    """Into parts of these sizes, over and over."""
+    parts, every = [], cycle(sizes)
+    while said:
+        size = next(every)
+        parts.append(said[:size])
+        said = said[size:]
+    return parts
+
+
+@given(WHOLE, st.lists(st.integers(1, 5), min_size=1, max_size=4), st.booleans(), st.data())
+def test_an_answer_begins_with_the_character_that_it_makes_whole(
+    said: str, sizes: list[int], fallback: bool, data: st.DataObject
+) -> None:
+    """And a prompt that is repeated up to that character goes on with the answer."""
+    if fallback:
+        made, tokens = FALLBACK, [byte(value) for value in said.encode()]
+        parts = cut(said.encode(), [1])
+    else:
+        parts = cut(said.encode(), sizes)
+        made, tokens = tokenizer_of(parts)
+    at = data.draw(st.integers(0, len(tokens)))
+    chars = len(b"".join(parts[:at]).decode(errors="ignore"))
+    detokenizer = Detokenizer(made, tokens[:at])
+    text = "".join(map(detokenizer.push, tokens[at:])) + detokenizer.flush()
+    assert text == said[chars:]
+    again = Detokenizer(made, tokens[:at])
+    taken = again.take_from_prompt()
+    shown = made.decode(tokens[: at - taken])
+    assert shown + "".join(map(again.push, tokens[at:])) + again.flush() == said
+
+
+@given(RUNS, st.lists(st.integers(1, 4), min_size=1, max_size=4), st.data())
+def test_prompt_and_answer_are_the_whole_also_of_bad_bytes(
+    runs: list[tuple[bytes, int]], sizes: list[int], data: st.DataObject
+) -> None:
+    made, tokens = tokenizer_of(cut(b"".join(part * count for part, count in runs), sizes))
+    at = data.draw(st.integers(0, len(tokens)))
+    whole, prompt = made.decode(tokens), made.decode(tokens[:at])
+    detokenizer = Detokenizer(made, tokens[:at])
+    text = "".join(map(detokenizer.push, tokens[at:])) + detokenizer.flush()
+    # A character that was not whole is U+FFFD in the prompt, and whole in the answer.
+    assert whole in (prompt + text, prompt[:-1] + text)
+    assert not text or prompt + text == whole or prompt.endswith("\ufffd")
 
 
 def test_a_word_keeps_its_space_behind_byte_tokens_of_more_characters_than_are_looked_at() -> None:
@@ -233,11 +279,17 @@ def test_a_word_keeps_its_space_behind_byte_tokens_of_more_characters_than_are_l
 WRITTEN = st.lists(st.sampled_from(ids("the quick brown fox jumps\n\nover")), max_size=20)
 
 
-@given(TOKENS | WRITTEN, st.data())
+CUT = ids("the \u4e2d\U0001f98aquick")
+"""Of single bytes, where a character is not ASCII."""
+
+
+@given(TOKENS | WRITTEN, st.integers(1, len(CUT)), st.data())
 def test_text_ends_before_the_first_stop_string_wherever_chunks_end(
-    tokens: list[int], data: st.DataObject
+    tokens: list[int], at: int, data: st.DataObject
 ) -> None:
-    detokenizer = Detokenizer(tokenizer(), ids("the"))
+    """Also where the prompt ends within a character."""
+    prompt, tokens = CUT[:at], CUT[at:] + tokens
+    detokenizer = Detokenizer(tokenizer(), prompt)
     seen = list(enumerate(accumulate(map(detokenizer.push, tokens)), start=1))
     whole = "".join(text for _, text in seen[-1:]) + detokenizer.flush()
     # Some come, some are only begun, and some end where a longer one does.
@@ -249,7 +301,7 @@ def test_text_ends_before_the_first_stop_string_wherever_chunks_end(
     used, text = next((one for one in every if any(stop in one[1] for stop in stops)), every[-1])
     hits = [(text.index(stop), stop) for stop in stops if stop in text]
     at, found = min(hits, default=(len(text), None))
-    stream = TextStream(tokenizer(), ids("the"), stops)
+    stream = TextStream(tokenizer(), prompt, stops)
     given_out, taken, stop = "", 0, None
     while stop is None and taken < len(tokens):
         piece = stream.push(tokens[taken : taken + data.draw(st.integers(1, 5))])

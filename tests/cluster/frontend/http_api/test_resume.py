@@ -27,6 +27,7 @@ from tests.cluster.frontend.http_rig import (
     post,
     served,
     served_tiny,
+    tiny_text,
     together,
 )
 from tests.cluster.frontend.rig import PROMPT, PROMPT_IDS
@@ -40,6 +41,9 @@ CALLS = {"tools": TOOLS, "tool_choice": "required", "max_tokens": 60, "temperatu
 LOGPROBS = {"logprobs": True, "top_logprobs": 1, "prompt_logprobs": 1}
 # The text begins as the first one does, and has the second one, with a character of four tokens.
 HELD = {"prompt": PROMPT_IDS + perfect(PROMPT_IDS, 40), "stop": ["lazyx", "屶rld"]}
+# The second byte of a character is followed by the third one, then by more that are no text.
+BYTES = tiny_text().encode("日")
+WITHIN = {"prompt": [[*BYTES[:2]], [*BYTES[:1]]], "logit_bias": {str(BYTES[2]): 100}}
 SEEDS = count()
 
 
@@ -56,6 +60,11 @@ CASES: dict[str, tuple[Frontend, str, dict[str, Any]]] = {
     "greedy": (slow, COMPLETIONS, {"prompt": PROMPT} | TEXTS | {"temperature": 0}),
     "held back": (slow, COMPLETIONS, HELD | TEXTS | {"temperature": 0}),
     "choices of two prompts": (served_tiny, COMPLETIONS, SEVERAL | TEXTS),
+    "within a character": (
+        served_tiny,
+        COMPLETIONS,
+        WITHIN | TEXTS | {"echo": True, "logprobs": 0},
+    ),
     "calls": (partial(served_tiny, HERMES_TEMPLATE), CHAT, {"messages": ASKED} | CALLS | LOGPROBS),
 }
 
@@ -77,7 +86,7 @@ async def test_a_stream_goes_on_behind_any_event(
         assert len(choice["prompts"]) == ("prompt_logprobs" in fields)
         assert len(choice["prompt_ids"]) == ("return_token_ids" in fields)
         assert (len(choice["reasons"]), choice["tokens"]) == (1, _tokens(names[-1])[number])
-    several = fields.get("n", 1) > 1
+    several = len(said["choices"]) > 2
     texts = [choice["text"] for choice in said["choices"].values()]
     assert said["choices"][0]["reasons"] == ["stop"] or "stop" not in fields
     assert not several or len(set(texts)) == 4, "equal prompts get answers of their own"
