@@ -100,6 +100,8 @@ def yaml_of(text: str) -> Any:
     """
     try:
         return yaml.load(text, _Bounded)
+    except ConfigError:
+        raise
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 0
         raise ConfigError(f"line {line}: not YAML: {error.problem}") from None
@@ -109,7 +111,10 @@ def yaml_of(text: str) -> Any:
 
 
 class _Bounded(yaml.SafeLoader):
-    """Each line of aliases may double what is read: 30 lines are enough for gigabytes."""
+    """Each line of aliases may double what is read: 30 lines are enough for gigabytes.
+
+    Raises `ConfigError`.
+    """
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -123,8 +128,8 @@ class _Bounded(yaml.SafeLoader):
         elif self._values > _YAML_VALUES_MAX:
             refused = f"more than {_YAML_VALUES_MAX} values"
         if refused:
-            mark = self.get_mark()  # type: ignore[no-untyped-call]
-            raise yaml.MarkedYAMLError(problem=refused, problem_mark=mark)
+            line = self.peek_event().start_mark.line + 1  # type: ignore[no-untyped-call]
+            raise ConfigError(f"line {line}: {refused}")
         return super().compose_node(parent, index)
 
 
