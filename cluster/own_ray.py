@@ -98,7 +98,7 @@ def _private_folder() -> Path:
         path = Path("/tmp", name)
     path.mkdir(0o700, exist_ok=True)
     found = path.lstat()
-    # Whoever made it, or could write to it, may have put there what he likes.
+    # Users who made it or can write to it may have put anything there.
     closed = stat.S_ISDIR(found.st_mode) and not found.st_mode & 0o077
     if not closed or found.st_uid != os.geteuid():
         raise PermissionError(
@@ -110,10 +110,12 @@ def _private_folder() -> Path:
 
 def _absolute_paths() -> dict[str, str]:
     """Variables that name places relative to this process's working directory, made absolute."""
-    found = {name: os.path.abspath(os.environ[name]) for name in _PATHS if os.environ.get(name)}
-    if given := os.environ.get("PYTHONPATH"):
+    # The hub's library reads a user's directory and variables in them.
+    given = {name: os.path.expandvars(os.environ.get(name, "")) for name in _PATHS}
+    found = {name: str(Path(path).expanduser().absolute()) for name, path in given.items() if path}
+    if path := os.environ.get("PYTHONPATH"):
         # An empty entry, as a colon at the end leaves one, is wherever a process starts.
-        entries = filter(None, given.split(os.pathsep))
+        entries = filter(None, path.split(os.pathsep))
         found["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, entries))
     return found
 

@@ -136,11 +136,13 @@ def test_relative_paths_for_workers_are_those_of_this_process(
 ) -> None:
     """An empty entry of PYTHONPATH would be the directory where a worker starts."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(["", "mine", "/theirs", ""]))
-    monkeypatch.setenv("HF_HOME", "../hub")
+    monkeypatch.setenv("HF_HOME", "hub")
+    monkeypatch.setenv("HF_HUB_CACHE", "~/cache")
     own_ray.begin()
     here = tmp_path / "downloaded"
     assert os.environ["PYTHONPATH"] == os.pathsep.join([str(here / "mine"), "/theirs"])
-    assert os.environ["HF_HOME"] == str(tmp_path / "hub")
+    assert os.environ["HF_HOME"] == str(here / "hub")
+    assert os.environ["HF_HUB_CACHE"] == str(tmp_path / "home" / "cache")
 
 
 def test_a_ray_is_there_if_the_environment_or_a_file_of_this_users_says_so(

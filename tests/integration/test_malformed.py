@@ -2,9 +2,9 @@
 
 Malformed calls through real gRPC: bytes that are no message, messages that were cut or changed on
 the way, fields with wild values, and metadata that means something to Serve; over HTTP, headers
-that are no text. None may end as
-INTERNAL or UNKNOWN, none may hang, and sound calls among them are answered right: one for each ten
-of as many malformed calls as MALFORMED says, 1000 if it says nothing:
+that are no text. None may end as INTERNAL or UNKNOWN, none may hang, and sound calls among them are
+answered right: one for each ten of as many malformed calls as MALFORMED says, 1000 if it says
+nothing:
 
     MALFORMED=5000 SEED=1 python -m pytest tests/integration/test_malformed.py
 
