@@ -188,6 +188,7 @@ LISTS = b"\x80\x02" + b"]" * (1 << 21) + b"0" * ((1 << 21) - 1) + b"."
         (b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n)R.", zipfile.ZIP_STORED),
         (b"", zipfile.ZIP_STORED),
     ],
+    ids=["bytes", "tensor", "storage", "lists", "small", "no dict", "no tensor", "torn", "empty"],
 )
 def test_a_heads_pickle_takes_no_more_memory_than_its_file(
     tmp_path: Path, program: bytes, compression: int
