@@ -18,7 +18,7 @@ from scheduler.errors import InvalidRequest
 from scheduler.messages import ReplicaSpec
 
 if TYPE_CHECKING:
-    from replicas.decoding import Grammars
+    from replicas.grammars import Grammars
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ class TargetText:
     def grammars(self) -> Grammars | None:
         """None for a tokenizer that llguidance cannot read, of which the replicas warn. To make
         them takes a second."""
-        from replicas.decoding import Grammars
+        from replicas.grammars import Grammars
 
         vocab = max(self.embedding_size, self.spec.vocab_size)
         try:
@@ -153,7 +153,7 @@ class TargetText:
     def grammar(self, structure: Structure, committed: Sequence[int] = ()) -> str:
         """As a replica wants it. Raises InvalidRequest, also where it does not allow what is
         `committed`."""
-        from replicas.decoding import GrammarError, grammar_of
+        from replicas.grammars import GrammarError, grammar_of
 
         grammars = self.grammars
         if grammars is None:
