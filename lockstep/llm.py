@@ -19,6 +19,7 @@ from cluster.cli.terminal import Bars
 from cluster.config import ClusterConfig, ConfigError
 from cluster.config_sources import ALIASES, from_args
 from cluster.frontend.admission.control import Caller
+from cluster.frontend.bounded import BoundedWork
 from cluster.frontend.calls import GenerateCall, check_call
 from cluster.frontend.prompts import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from cluster.frontend.requests import drawn_seed, requests_of
@@ -168,6 +169,7 @@ class LLM:
             sections["scheduler"]["rows_max"] = rows_max
         self._config: ClusterConfig = from_args(sections)
         self._text = TargetText.load(self._config.replica)
+        self._bounded = BoundedWork(self._text, self._config.frontend)
         self._replica = load_replica(self._config.planned_replica)
         self._number = 0
 
@@ -263,9 +265,13 @@ class LLM:
     def _request(self, call: GenerateCall, prompt: Prompt) -> Request:
         text = self._text
         check_call(call, self._config, text.context_len)
-        grammar = "" if call.structure is None else text.grammar(call.structure)
+        grammar = "" if call.structure is None else self._bounded.grammar_now(call.structure)
+        if isinstance(prompt, ChatPrompt):
+            tokens = text.encode_rendered(self._bounded.rendered_now(prompt))
+        else:
+            tokens = text.tokens(prompt)
         call = replace(call, timeout_s=_TEN_YEARS_S)
-        [request] = requests_of(call, 0, text.tokens(prompt), text, self._config, grammar)
+        [request] = requests_of(call, 0, tokens, text, self._config, grammar)
         self._number += 1
         return replace(request, id=str(self._number))
 

@@ -1,0 +1,3 @@
+"""Work whose time and memory a client or a checkpoint decides, in processes that bound both."""
+
+from cluster.frontend.bounded.work import BoundedWork

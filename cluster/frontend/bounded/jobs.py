@@ -1,0 +1,69 @@
+"""What the children can do. Each job loads what it needs, and none needs torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Work = Callable[[bytes], bytes]
+_REASON_CHARS_MAX = 1000
+
+
+class Refused(Exception):
+    """The work cannot be done; the text says why."""
+
+
+def rendering(_setup: bytes) -> Work:
+    """Chat templates."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    def work(asked: bytes) -> bytes:
+        """The text of a conversation; asked by what `TargetText.told_template` says."""
+        messages, told = json.loads(asked)
+        try:
+            [text], _ = render_jinja_template([messages], **told)
+        except MemoryError:
+            raise
+        except Exception as error:
+            raise Refused(_reason(error)) from None
+        return text.encode("utf-8", "surrogatepass")
+
+    return work
+
+
+def checking(setup: bytes) -> Work:
+    """Structures, for the tokens of one target."""
+    from tokenizers import Tokenizer
+
+    from replicas.decoding.grammar import GrammarError, Grammars, grammar_of
+
+    target = json.loads(setup)
+    tokenizer = Tokenizer.from_str(target["tokenizer"])
+    grammars = Grammars(tokenizer, target["ends"], target["vocab"])
+    del target, tokenizer
+
+    def work(asked: bytes) -> bytes:
+        """The grammar of a structure that has run as far as to its first tokens, and whether it
+        allows the committed ones."""
+        kind, texts, committed = json.loads(asked)
+        try:
+            grammar = grammar_of(kind, texts)
+            grammars.check(grammar)
+        except GrammarError as error:
+            raise Refused(_reason(error)) from None
+        try:
+            grammars.match(grammar, committed)
+        except GrammarError:
+            return json.dumps([grammar, False]).encode()
+        return json.dumps([grammar, True]).encode()
+
+    return work
+
+
+def _reason(error: Exception) -> str:
+    """Without the state that llguidance adds."""
+    return str(error).partition("\n<state>")[0][:_REASON_CHARS_MAX]
+
+
+JOBS: Mapping[str, Callable[[bytes], Work]] = {"checking": checking, "rendering": rendering}

@@ -1,0 +1,227 @@
+"""The two kinds of work: structures are checked, and chat templates rendered."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import tempfile
+from collections import OrderedDict
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import IO, TYPE_CHECKING, Any, TypeVar
+
+from cluster.frontend.bounded.children import Children
+from cluster.frontend.bounded.process import Bounds, Child, TooMuch, WorkRefused
+from cluster.frontend.prompts import ChatPrompt
+from cluster.frontend.structure import Structure
+from scheduler.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from cluster.config import FrontendConfig
+    from cluster.frontend.target_text import TargetText
+
+_T = TypeVar("_T")
+_VERDICTS_MAX = 256
+_VERDICT_BYTES_MAX = 16 << 20
+"""Of the grammars that are kept, in all."""
+_RENDERED = 8
+"""So many times the longest prompt a template may make of it: it may escape what it is told."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Verdict:
+    """On one structure and the tokens that are committed."""
+
+    grammar: str = ""
+    allows_committed: bool = True
+    refusal: str = ""
+    """Why the structure cannot be used."""
+
+    def grammar_for(self, field: str) -> str:
+        """Raises InvalidRequest."""
+        if self.refusal:
+            raise InvalidRequest(field, self.refusal)
+        if not self.allows_committed:
+            raise InvalidRequest("committed_token_ids", f"{field} does not allow these tokens")
+        return self.grammar
+
+
+class _Verdicts:
+    """Those that were asked for last, by the hash of what they are on."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[bytes, _Verdict] = OrderedDict()
+        self._bytes = 0
+
+    def get(self, key: bytes) -> _Verdict | None:
+        verdict = self._kept.get(key)
+        if verdict is not None:
+            self._kept.move_to_end(key)
+        return verdict
+
+    def put(self, key: bytes, verdict: _Verdict) -> None:
+        if key in self._kept:
+            return
+        self._kept[key] = verdict
+        self._bytes += len(verdict.grammar)
+        while len(self._kept) > _VERDICTS_MAX or self._bytes > _VERDICT_BYTES_MAX:
+            _, oldest = self._kept.popitem(last=False)
+            self._bytes -= len(oldest.grammar)
+
+
+class BoundedWork:
+    """What a frontend, or a model without one, does in child processes.
+
+    Belongs to no event loop while no work is under way; `..._now` needs none. Errors: InvalidRequest
+    and Overloaded, which are the caller's, and ChildrenFailed.
+    """
+
+    def __init__(self, text: TargetText, config: FrontendConfig) -> None:
+        self._text = text
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._verdicts = _Verdicts()
+        self._checks: dict[tuple[str, bytes], asyncio.Task[_Verdict]] = {}
+        """Those under way, by tenant and structure."""
+        self._target: IO[bytes] | None = None
+        limits = (config.bounded_s_max, config.bounded_mb_max)
+        self._templates = Children(
+            lambda bounds: Child("rendering", None, bounds),
+            Bounds(*limits, result_bytes=_RENDERED * config.prompt_bytes_max),
+            config.requests_max,
+        )
+        self._structures = Children(
+            lambda bounds: Child("checking", self._described_target(), bounds),
+            Bounds(*limits, result_bytes=_VERDICT_BYTES_MAX),
+            config.requests_max,
+        )
+
+    def start(self) -> None:
+        """Starts in advance what calls may need. Raises OSError."""
+        if self._text.chat_template is not None:
+            self._templates.start()
+        if self._text.grammars is not None:
+            self._structures.start()
+
+    def close(self) -> None:
+        """Ends the processes, and what waits for them."""
+        for task in self._tasks:
+            task.cancel()
+        self._templates.close()
+        self._structures.close()
+
+    @property
+    def pids(self) -> list[int]:
+        """Of the processes that run."""
+        return self._templates.pids + self._structures.pids
+
+    async def rendered(self, prompt: ChatPrompt, tenant: str = "") -> str:
+        """The text that the chat template makes of a conversation."""
+        work = self._template_work(prompt)
+        with _refusals_of_template():
+            made = await asyncio.shield(self._task(self._templates.do(work, tenant)))
+        return made.decode("utf-8", "surrogatepass")
+
+    def rendered_now(self, prompt: ChatPrompt) -> str:
+        work = self._template_work(prompt)
+        with _refusals_of_template():
+            made = self._templates.do_now(work)
+        return made.decode("utf-8", "surrogatepass")
+
+    async def grammar(
+        self, structure: Structure, committed: Sequence[int] = (), tenant: str = ""
+    ) -> str:
+        """As a replica wants it, if it allows the committed tokens.
+
+        Verdicts are kept: a structure that is sent again costs nothing, refused or not.
+        """
+        work, key = self._structure_work(structure, committed)
+        verdict = self._verdicts.get(key)
+        if verdict is None:
+            check = self._checks.get((tenant, key))
+            if check is None:
+                check = self._task(self._checked(work, key, tenant))
+                self._checks[tenant, key] = check
+            verdict = await asyncio.shield(check)
+        return verdict.grammar_for(structure.field)
+
+    def grammar_now(self, structure: Structure) -> str:
+        work, key = self._structure_work(structure, ())
+        verdict = self._verdicts.get(key)
+        if verdict is None:
+            try:
+                verdict = _Verdict(*json.loads(self._structures.do_now(work)))
+            except WorkRefused as refused:
+                verdict = _Verdict(refusal=str(refused))
+            self._verdicts.put(key, verdict)
+        return verdict.grammar_for(structure.field)
+
+    async def _checked(self, work: bytes, key: bytes, tenant: str) -> _Verdict:
+        try:
+            verdict = _Verdict(*json.loads(await self._structures.do(work, tenant)))
+        except WorkRefused as refused:
+            verdict = _Verdict(refusal=str(refused))
+        finally:
+            del self._checks[tenant, key]
+        self._verdicts.put(key, verdict)
+        return verdict
+
+    def _task(self, work: Coroutine[Any, Any, _T]) -> asyncio.Task[_T]:
+        """Work goes on without the call that asked for it: to end a child costs more."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._task_ended)
+        return task
+
+    def _task_ended(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # The call may have gone; this says that it was looked at.
+
+    def _template_work(self, prompt: ChatPrompt) -> bytes:
+        told = self._text.told_template(prompt)
+        try:
+            return json.dumps(told, default=_as_dict).encode()
+        except (TypeError, ValueError, RecursionError) as error:
+            raise InvalidRequest("messages", f"must be JSON: {error}") from None
+
+    def _structure_work(
+        self, structure: Structure, committed: Sequence[int]
+    ) -> tuple[bytes, bytes]:
+        """The work, and its hash."""
+        if self._text.grammars is None:
+            raise InvalidRequest(structure.field, "llguidance cannot read the target's tokenizer")
+        # A token that is none is refused later, like one of a call without a structure.
+        vocab = self._text.spec.vocab_size
+        known = list(committed) if all(0 <= token < vocab for token in committed) else []
+        work = json.dumps([structure.kind, list(structure.texts), known]).encode()
+        return work, hashlib.sha256(work).digest()
+
+    def _described_target(self) -> IO[bytes]:
+        """What children must know of the target to check structures, once for all of them."""
+        if self._target is None:
+            self._target = tempfile.TemporaryFile()
+            self._target.write(json.dumps(self._text.described).encode())
+            self._target.flush()
+        return self._target
+
+
+@contextmanager
+def _refusals_of_template() -> Iterator[None]:
+    """Raises InvalidRequest."""
+    try:
+        yield
+    except TooMuch as error:
+        reason = f"the target's chat template {error}"
+    except WorkRefused as error:
+        reason = f"the target's chat template refuses them: {error}"
+    else:
+        return
+    raise InvalidRequest("messages", reason)
+
+
+def _as_dict(value: object) -> dict[Any, Any]:
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise TypeError(f"a value is of the type {type(value).__name__}")
