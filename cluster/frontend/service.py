@@ -48,8 +48,8 @@ class FrontendService:
         meter: FrontendMeter | None = None,
         bounded: BoundedWork | None = None,
     ) -> None:
-        """`pools`: one per shard. `bounded`: processes that several services share and that their
-        owner closes; without it this one has its own."""
+        """`pools`: one per shard. `bounded`: processes that services share, and that their owner
+        starts and closes; without it this one has its own."""
         self.config = config
         self.text = text
         self.bounded = bounded or BoundedWork(text, config.frontend)
@@ -61,7 +61,8 @@ class FrontendService:
     def start(self) -> None:
         # Later all streams would stand still for the second that it takes.
         _ = self.text.grammars
-        self.bounded.start()
+        if self._owns_bounded:
+            self.bounded.start()
         self.router.start()
 
     def check(self) -> None:

@@ -103,8 +103,7 @@ class TargetText:
             raise InvalidRequest(
                 "messages", "the target has no chat template; send prompt or prompt_token_ids"
             )
-        own = set(prompt.options) & signature(self.encoder.apply_chat_template).parameters.keys()
-        if own:
+        if own := prompt.options.keys() & self._not_the_templates:
             raise InvalidRequest("chat_template_kwargs", f"{min(own)} is not a template's to read")
         # As `apply_chat_template` does.
         turns = [
@@ -118,6 +117,11 @@ class TargetText:
             raise InvalidRequest("messages", str(error)) from None
         told = {"tools": tools, "chat_template": template, "add_generation_prompt": True}
         return turns, {**told, **self.encoder.special_tokens_map, **prompt.options}
+
+    @cached_property
+    def _not_the_templates(self) -> frozenset[str]:
+        """Names that mean something to transformers, and that a template is not told by clients."""
+        return frozenset(signature(self.encoder.apply_chat_template).parameters)
 
     def encode_rendered(self, text: str) -> tuple[int, ...]:
         """Token ids of what the chat template made. Raises InvalidRequest."""

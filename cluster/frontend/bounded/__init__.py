@@ -1,3 +1,4 @@
 """Work whose time and memory a client or a checkpoint decides, in processes that bound both."""
 
+from cluster.frontend.bounded.children import ChildrenClosed, ChildrenFailed
 from cluster.frontend.bounded.work import BoundedWork

@@ -66,7 +66,7 @@ def _done(work: Callable[[bytes], bytes], asked: bytes, most: int) -> tuple[Repl
     except MemoryError:
         return Reply.NO_MEMORY, b""
     if len(result) > most:
-        return Reply.REFUSED, f"makes more than {most} bytes".encode()
+        return Reply.TOO_LONG, b""
     return Reply.DONE, result
 
 

@@ -25,6 +25,10 @@ class ChildrenFailed(LockstepError):
     """Children end without a fault of their work, or do not start."""
 
 
+class ChildrenClosed(LockstepError):
+    """The server stops."""
+
+
 class _Place:
     """Where one child runs. Another one takes its place once it has ended."""
 
@@ -42,9 +46,7 @@ class _Place:
 class Children:
     """Some processes for one job."""
 
-    def __init__(
-        self, start: Callable[[Bounds], Child], bounds: Bounds, waiting_max: int
-    ) -> None:
+    def __init__(self, start: Callable[[Bounds], Child], bounds: Bounds, waiting_max: int) -> None:
         """`start` makes a child. `waiting_max`: pieces of work that may wait."""
         self._bounds, self._waiting_max = bounds, waiting_max
         self._places = [_Place(start, bounds) for _ in range(_CHILDREN)]
@@ -61,7 +63,7 @@ class Children:
         self._places[-1].child()
 
     def close(self) -> None:
-        """Ends all children; work that is under way fails."""
+        """Ends all children, and all work by ChildrenClosed."""
         self._closed = True
         for place in self._places:
             if place.running is not None:
@@ -74,7 +76,8 @@ class Children:
         return [child.pid for child in running if child is not None and child.alive]
 
     async def do(self, work: bytes, tenant: str) -> bytes:
-        """The result. Raises WorkRefused, Overloaded and ChildrenFailed. A cancel ends the child.
+        """The result. Raises WorkRefused, Overloaded, ChildrenFailed and ChildrenClosed. A cancel
+        ends the child.
 
         A child that ends without a fault of the work is replaced, and the work done once more.
         """
@@ -102,9 +105,16 @@ class Children:
                 raise _too_busy() from None
         raise _failed()
 
+    def _start_again(self, place: _Place) -> None:
+        """The next piece of work is not to wait until another child has loaded."""
+        try:
+            place.child()
+        except OSError as error:
+            _log.error("a process for bounded work does not start: %s", error)
+
     def _child(self, place: _Place) -> Child:
         if self._closed:
-            raise _failed()
+            raise ChildrenClosed("the server is stopping")
         return place.child()
 
     async def _turn(self, tenant: str) -> _Place:
@@ -130,6 +140,8 @@ class Children:
             raise
 
     def _turn_over(self, tenant: str, place: _Place) -> None:
+        if place.running is not None and not self._closed:
+            self._start_again(place)
         self._busy.discard(tenant)
         self._idle.append(place)
         self._give_turns()

@@ -20,6 +20,8 @@ class Reply(IntEnum):
     REFUSED = 2
     """The reason follows."""
     NO_MEMORY = 3
+    TOO_LONG = 4
+    """The result is longer than is allowed."""
 
 
 def framed(content: bytes) -> bytes:

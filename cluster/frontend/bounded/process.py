@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 import weakref
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import IO
 
@@ -24,8 +25,8 @@ START_S_MAX = 60.0
 """A child may take so long to load what it needs; it usually takes under a second."""
 _WALL = 10
 """So many times its processor time may pass until a piece of work is done."""
-_END_S_MAX = 10.0
-"""A process that was killed usually gives up its memory in well under a second."""
+_END_S_MAX = 2.0
+"""A process that was killed gives up its memory in some 50 ms."""
 _STDERR_SHOWN = 2000
 _ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ")
 """What a child gets of the parent's environment, which may hold secrets."""
@@ -144,10 +145,8 @@ class Child:
             self.kill()
             raise TooBusy from None
         except OSError:
-            try:
+            with suppress(subprocess.TimeoutExpired):
                 self._process.wait(_END_S_MAX)
-            except subprocess.TimeoutExpired:
-                self.kill()
             raise self._fault() from None
         except BaseException:
             self.kill()
@@ -180,6 +179,8 @@ class Child:
             raise WorkRefused(content.decode("utf-8", "replace"))
         if reply is Reply.NO_MEMORY:
             raise self._too_large()
+        if reply is Reply.TOO_LONG:
+            raise TooMuch(f"makes more than {self._bounds.result_bytes} bytes of it")
         assert reply is Reply.DONE, reply
         return content
 
@@ -222,7 +223,9 @@ def _added(content: bytearray, part: bytes) -> int:
 def _end(process: subprocess.Popen[bytes], channel: socket.socket) -> None:
     channel.close()
     process.kill()
-    process.wait(_END_S_MAX)
+    # A process that the kernel does not let go is reaped when the next one starts.
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(_END_S_MAX)
 
 
 def _environment() -> dict[str, str]:

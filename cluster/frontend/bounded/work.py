@@ -75,7 +75,7 @@ class BoundedWork:
     """What a frontend, or a model without one, does in child processes.
 
     Belongs to no event loop while no work is under way; `..._now` needs none. Errors: InvalidRequest
-    and Overloaded, which are the caller's, and ChildrenFailed.
+    and Overloaded, which are the caller's, ChildrenFailed and ChildrenClosed.
     """
 
     def __init__(self, text: TargetText, config: FrontendConfig) -> None:
@@ -105,9 +105,7 @@ class BoundedWork:
             self._structures.start()
 
     def close(self) -> None:
-        """Ends the processes, and what waits for them."""
-        for task in self._tasks:
-            task.cancel()
+        """Ends the processes, and what waits for them by ChildrenClosed."""
         self._templates.close()
         self._structures.close()
 
