@@ -20,7 +20,8 @@ from benchmarks.drafters import asked, question_parser, replica_config
 from benchmarks.shared.measured import MeasuredWay, side_by_side
 from benchmarks.shared.oracle import OracleDrafter
 from benchmarks.shared.report import write_json
-from replicas.decoding import grammar_of, load_grammars
+from replicas.decoding import load_grammars
+from replicas.grammars import grammar_of
 from replicas.models.load import resolve
 from replicas.models.pair import load_pair
 from replicas.replica import Replica

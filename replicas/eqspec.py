@@ -11,9 +11,10 @@ positions; its last token has none yet.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence, Set
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
+from operator import eq
 
 import torch
 
@@ -22,14 +23,12 @@ from replicas.drafters import Ask, Drafter, Proposal, Seen
 from replicas.models.paged_model import Layout, Model, Wants
 from replicas.sampling import SamplingBatch, choose
 from replicas.stopwatch import Stopwatch
+from scheduler.messages import RowFailure
 
 _NO_TOKEN = -1
+_STRUCK_OUT = -2
 _RAGGED = 0.75
 """Share of the tokens of equally long rows from which on all are checked as if they were."""
-
-
-class NotFinite(ArithmeticError):
-    """A row's logits are no numbers, so it has no next token; the message says which row's."""
 
 
 @dataclass(slots=True)
@@ -37,10 +36,15 @@ class Outcome:
     """What a step did, per row."""
 
     committed: list[list[int]]
-    """Accepted tokens, then one of the target's own: 1 .. draft_len + 1."""
+    """Accepted tokens, then one of the target's own: 1 .. draft_len + 1. Fewer, maybe none, of a
+    row that has failed; none of an absent one."""
     drafted: Sequence[int]
     """Draft tokens that it had: the drafter may propose fewer than were asked for."""
     accepted: list[int]
+    absent: set[int]
+    """Rows that took no part; they are as they were."""
+    failures: dict[int, RowFailure] = field(default_factory=dict)
+    """Why rows go no further, which is no other row's concern."""
 
 
 def step(
@@ -55,7 +59,11 @@ def step(
     layout = target.backend.step_layout(rows.table, starts, 1 + max(rows.draft_lens))
     noise = rows.sampling.noise_after(layout.positions)
     rows = replace(rows, noise=noise, token_most=target.vocab)
-    proposal, own = _propose(drafter, rows, hooks, watch)
+    proposal, own, absent = _propose(drafter, rows, hooks, watch)
+    if len(absent) == len(rows.ids):
+        assert hooks is not None
+        nothing: list[list[int]] = [[] for _ in rows.ids]
+        return Outcome(nothing, proposal.lens, [0] * len(absent), absent, dict(hooks.failures))
     k = proposal.tokens.shape[0]  # 0 where nothing is proposed: then the step is a plain one
     last = torch.tensor([[content[-1] for content in rows.contents]], device=rows.table.device)
     tokens = torch.cat((last, proposal.tokens)).t()  # [rows, 1 + k]: the tokens to check
@@ -66,46 +74,42 @@ def step(
         ranges = [(start, start + width) for start, width in zip(starts, widths, strict=True)]
         window = target.backend.ranges_layout(rows.table, ranges)
     chosen, taps = _verify(target, drafter, rows, hooks, proposal, tokens, window, widths, watch)
-    outcome = _outcome(rows, proposal, chosen)
-    if drafter is not None:
-        seen = _seen(rows, outcome, own, widths, taps)
+    outcome = _outcome(rows, proposal, chosen, absent, hooks)
+    left_out = outcome.absent | outcome.failures.keys()
+    if drafter is not None and len(left_out) < len(rows.ids):
+        seen = _seen(rows, outcome, own, widths, taps, left_out)
         if drafter.taps:  # work for the device, once per step and by its tokens, as the check is
             with watch.section("verify"):
                 drafter.observe(seen)
         else:
             drafter.observe(seen)
-    if hooks is not None:
-        for row, new in enumerate(outcome.committed):
-            hooks.committed(row, new)
     return outcome
 
 
 def _propose(
     drafter: Drafter | None, rows: Ask, hooks: DecodingRows | None, watch: Stopwatch
-) -> tuple[Proposal, Sequence[int]]:
-    """Drafts of the rows' own lengths, as wide as the longest; and with how many tokens of the
-    drafter each of them begins."""
+) -> tuple[Proposal, Sequence[int], set[int]]:
+    """Drafts of the rows' own lengths, as wide as the longest; with how many tokens of the drafter
+    each of them begins; and the rows that take no part in the step."""
     if max(rows.draft_lens) == 0:
         empty = torch.empty((0, len(rows.ids)), dtype=torch.int64, device=rows.table.device)
-        return Proposal(empty, rows.draft_lens), rows.draft_lens
-    assert drafter is not None, "drafting needs a drafter"
-    proposal = drafter.propose(rows, watch)
-    proposal = Proposal(proposal.tokens[: max(proposal.lens)], proposal.lens)
-    if hooks is not None and hooks.drafts:
-        return _redraft(rows, hooks, proposal)
-    return proposal, proposal.lens
-
-
-def _redraft(rows: Ask, hooks: DecodingRows, proposal: Proposal) -> tuple[Proposal, Sequence[int]]:
-    """The proposal as the requests want it, and what is left of the drafter's."""
-    drafts, own = [], []
-    for row, tokens in enumerate(proposal.tokens.t().tolist()):
-        proposed = tokens[: proposal.lens[row]]
-        draft = hooks.draft(row, proposed, rows.draft_lens[row])
-        same = (a == b for a, b in zip(proposed, draft, strict=False))
-        drafts.append(draft)
-        own.append(sum(takewhile(bool, same)))
-    return Proposal.of(drafts, rows.table.device), own
+        proposal = Proposal(empty, rows.draft_lens)
+    else:
+        assert drafter is not None, "drafting needs a drafter"
+        proposal = drafter.propose(rows, watch)
+        proposal = Proposal(proposal.tokens[: max(proposal.lens)], proposal.lens)
+    if hooks is None or not hooks.drafts:
+        return proposal, proposal.lens, set()
+    proposed = [
+        tokens[:length]
+        for tokens, length in zip(proposal.tokens.t().tolist(), proposal.lens, strict=True)
+    ]
+    drafts, absent = hooks.redraft(proposed, rows.draft_lens)
+    own = [
+        sum(takewhile(bool, map(eq, ours, wanted)))
+        for ours, wanted in zip(proposed, drafts, strict=True)
+    ]
+    return Proposal.of(drafts, rows.table.device), own, absent
 
 
 def _widths(rows: Ask, proposal: Proposal) -> list[int]:
@@ -144,8 +148,8 @@ def _verify(
     widths: Sequence[int],
     watch: Stopwatch,
 ) -> tuple[list[list[int]], list[torch.Tensor]]:
-    """The target's choice after each token, _NO_TOKEN where it saw none or its logits are no
-    numbers; and the hidden states that the drafter taps."""
+    """The target's choice after each token, below 0 where there is none; and the hidden states that
+    the drafter taps."""
     sampling, noise, inside = rows.sampling, rows.noise, None
     checked = tokens
     if min(widths) < tokens.shape[1]:  # each token is a row of its own
@@ -174,7 +178,8 @@ def of_numbers(
     logits: torch.Tensor,  # [rows, width, vocab]
     sampling: SamplingBatch,
 ) -> torch.Tensor:  # [rows, width], int64
-    """The choices, _NO_TOKEN for those of logits with a NaN, or of none but -inf.
+    """The choices, _NO_TOKEN for those of logits with a NaN, _STRUCK_OUT for those of none but
+    -inf.
 
     argmax takes a NaN for the greatest, so a greedy choice shows it. A sampled one does not: one
     NaN spreads to all scores there, and any token may be the first of them.
@@ -185,27 +190,45 @@ def of_numbers(
         best = logits.gather(-1, chosen[..., None])[..., 0]
     if best.is_cpu and best.amin().item() > -math.inf:
         return chosen
-    return chosen.masked_fill((best > -math.inf).logical_not(), _NO_TOKEN)
+    chosen = chosen.masked_fill(best.isnan(), _NO_TOKEN)
+    return chosen.masked_fill(best == -math.inf, _STRUCK_OUT)
 
 
-def _outcome(rows: Ask, proposal: Proposal, chosen: Sequence[Sequence[int]]) -> Outcome:
-    """What the rows commit, within each row's own draft length."""
+def _outcome(
+    rows: Ask,
+    proposal: Proposal,
+    chosen: Sequence[Sequence[int]],
+    absent: set[int],
+    hooks: DecodingRows | None,
+) -> Outcome:
+    """What the rows commit, within each row's own draft length; the hooks are told."""
     drafted = proposal.tokens.t().tolist()
-    committed, accepted = [], []
+    outcome = Outcome([], proposal.lens, [], absent)
     for row, draft_len in enumerate(proposal.lens):
         tokens = chosen[row]
         right = 0
         while right < draft_len and drafted[row][right] == tokens[right]:
             right += 1
-        mine = list(tokens[: right + 1])
-        if _NO_TOKEN in mine:
-            raise NotFinite(
-                f"row {row}: the logits after {len(rows.contents[row])} tokens or a few more are"
-                " not finite"
-            )
-        committed.append(mine)
-        accepted.append(right)
-    return Outcome(committed, proposal.lens, accepted)
+        # The accepted tokens stand, whatever comes behind them.
+        last = tokens[right]
+        if last < 0 and row not in absent:
+            outcome.failures[row] = _failure(last, len(rows.contents[row]) + right, row, hooks)
+        mine = list(tokens[: right + (last >= 0)])
+        outcome.committed.append([] if row in absent else mine)
+        outcome.accepted.append(0 if row in absent else right)
+    if hooks is not None:
+        hooks.commit(outcome.committed)
+        outcome.failures |= hooks.failures
+        for row in hooks.failures:
+            outcome.accepted[row] = min(outcome.accepted[row], len(outcome.committed[row]))
+    return outcome
+
+
+def _failure(choice: int, length: int, row: int, hooks: DecodingRows | None) -> RowFailure:
+    """Why nothing could be chosen behind so many tokens of a row."""
+    if choice == _STRUCK_OUT and hooks is not None and (field := hooks.strikes(row)):
+        return RowFailure(f"with it no token may follow the first {length} tokens", field)
+    return RowFailure(f"the logits after {length} tokens are not finite")
 
 
 def _seen(
@@ -214,23 +237,39 @@ def _seen(
     own: Sequence[int],
     widths: Sequence[int],
     taps: list[torch.Tensor],  # each [tokens of the check, hidden]
+    left_out: Set[int],
 ) -> Seen:
+    """Of the rows that go on from here, all but those that are left out."""
+    on = [row for row in range(len(rows.ids)) if row not in left_out]
+    table = rows.table
+    if left_out:
+        table = table.index_select(0, torch.tensor(on, device=table.device))
     ranges = [
-        (len(content) - 1, len(content) + accepted)
-        for content, accepted in zip(rows.contents, outcome.accepted, strict=True)
+        (len(rows.contents[row]) - 1, len(rows.contents[row]) + outcome.accepted[row]) for row in on
     ]
     if taps:
-        kept = _kept(outcome.accepted, widths).to(taps[0].device)
+        kept = _kept(outcome.accepted, widths, left_out).to(taps[0].device)
         taps = [tap.index_select(0, kept) for tap in taps]
-    return Seen(rows.ids, rows.contents, ranges, rows.table, outcome.committed, own, taps)
+    return Seen(
+        [rows.ids[row] for row in on],
+        [rows.contents[row] for row in on],
+        ranges,
+        table,
+        [outcome.committed[row] for row in on],
+        [own[row] for row in on],
+        taps,
+    )
 
 
-def _kept(accepted: Sequence[int], widths: Sequence[int]) -> torch.Tensor:
-    """The places of each row's last token and its accepted draft tokens, [kept], int64, among the
-    tokens of the check."""
+def _kept(
+    accepted: Sequence[int], widths: Sequence[int], left_out: Set[int]
+) -> torch.Tensor:  # [kept], int64
+    """The places of each row's last token and its accepted draft tokens among the tokens of the
+    check, but for the rows that are left out."""
     kept: list[int] = []
     first = 0
-    for right, width in zip(accepted, widths, strict=True):
-        kept += range(first, first + right + 1)
+    for row, (right, width) in enumerate(zip(accepted, widths, strict=True)):
+        if row not in left_out:
+            kept += range(first, first + right + 1)
         first += width
-    return torch.tensor(kept)
+    return torch.tensor(kept, dtype=torch.int64)

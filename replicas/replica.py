@@ -15,10 +15,11 @@ import torch
 from replicas.calibration import calibrated
 from replicas.config import ReplicaConfig
 from replicas.cuda import GraphedModel, buckets
-from replicas.decoding import DecodingRows, Grammars, load_grammars
+from replicas.decoding import DecodingRows, RowState, load_grammars
 from replicas.drafters import Ask, Drafter, Seen
 from replicas.eqspec import step
 from replicas.fingerprint import fingerprint
+from replicas.grammars import Grammars
 from replicas.kv_cache import BlockAllocator, TokenRange
 from replicas.memory import MemoryPlan, check_memory, measured_passes, plan_memory
 from replicas.models.build import build
@@ -34,6 +35,7 @@ from scheduler.messages import (
     Batch,
     BatchKind,
     ReplicaSpec,
+    RowFailure,
     RowResult,
     StepResult,
     StepRow,
@@ -65,6 +67,8 @@ class Replica:
             torch.cuda.set_device(pair.device)
         plan = plan or _plan(pair, config)
         self._device = pair.device
+        self._patient = config.tensor_parallel > 1
+        """Ranks must do the same: none leaves a row out of a step by its own clock."""
         self._work = plan.work
         self.blocks = BlockAllocator(plan.kv_blocks, config.block_size)
         """Who has which KV blocks, of the target and of a draft model."""
@@ -182,6 +186,8 @@ class Replica:
             for rows in self._residents.waves(batch.prefill, least):
                 ids = [row.sequence_id for row in rows]
                 ranges = [self._residents.range_of(row) for row in rows]
+                for sequence_id in ids:
+                    self._row_state(sequence_id)  # its grammar is compiled meanwhile
                 with watch.section("prefill"):
                     self._fill(ids, ranges, told)
                 if self._device.type == "cuda":
@@ -248,12 +254,14 @@ class Replica:
         tallies = [Tally(batch.draft_len) for _ in rows]
         table = self.blocks.table(ids, self._device)
         sampling = SamplingBatch.of([resident.sampling for resident in rows], self._device)
-        done = 0
+        steps = 0
+        failures: dict[int, RowFailure] = {}
         hooks: DecodingRows | None = None
         try:
             if any(resident.decoding is not None for resident in rows):
-                hooks = DecodingRows([resident.row_state(self.grammars) for resident in rows])
-            for done in range(1, batch.steps + 1):  # noqa: B007, the count outlives the loop
+                states = [self._row_state(sequence_id) for sequence_id in ids]
+                hooks = DecodingRows(states, self._patient)
+            for _ in range(batch.steps):
                 caps = [
                     min(row.draft_len, resident.tokens_left - 1)
                     for row, resident in zip(batch.rows, rows, strict=True)
@@ -261,12 +269,16 @@ class Replica:
                 contents = [resident.content for resident in rows]
                 of_step = Ask(ids, contents, caps, sampling, table)
                 outcome = step(self.target, self.drafter, of_step, hooks, watch)
-                ended = False
+                failures = outcome.failures
+                ended = bool(failures)
                 for index, (resident, tally) in enumerate(zip(rows, tallies, strict=True)):
+                    if index in outcome.absent:
+                        continue
                     tokens, accepted = outcome.committed[index], outcome.accepted[index]
                     tally.note(caps[index], outcome.drafted[index], accepted)
                     resident.commit(tokens)
                     ended |= resident.finished(tokens)
+                steps += len(outcome.absent) < len(rows)
                 if ended or interrupted():
                     break
         except BaseException:
@@ -282,18 +294,19 @@ class Replica:
                 RowResult(
                     sequence_id=row.sequence_id,
                     tokens=tuple(resident.content[row.length :]),
-                    steps=done,
+                    steps=tally.steps,
                     draft_tokens=tally.draft_tokens,
                     accepted_at=tuple(tally.accepted_at),
                     tried_at=tuple(tally.tried_at),
                     asked_tokens=tally.asked_tokens,
                     extras=() if hooks is None else tuple(hooks.told[index]),
+                    failure=failures.get(index),
                 )
                 for index, (row, resident, tally) in enumerate(
                     zip(batch.rows, rows, tallies, strict=True)
                 )
             ),
-            steps=done,
+            steps=steps,
             times=StepTimes(
                 draft_s=watch.seconds("draft"),
                 verify_s=watch.seconds("verify"),
@@ -301,6 +314,10 @@ class Replica:
                 total_s=perf_counter() - start,
             ),
         )
+
+    def _row_state(self, sequence_id: str) -> RowState | None:
+        """None where the request asks for nothing."""
+        return self._residents[sequence_id].row_state(self.grammars, self.drafter is not None)
 
     def _ready(self, row: StepRow, steps: int) -> Resident:
         """The row's resident, as the pool says it is, with the blocks that so many steps need."""

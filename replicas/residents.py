@@ -11,8 +11,9 @@ from itertools import takewhile
 
 import torch
 
-from replicas.decoding import Grammars, RowState, token_logprobs
+from replicas.decoding import RowState, token_logprobs
 from replicas.drafters import Drafter
+from replicas.grammars import Grammars
 from replicas.kv_cache import BlockAllocator, Chain, TokenRange
 from scheduler.decoding import Decoding, TokenLogprobs
 from scheduler.messages import PrefillRow, SamplingParams
@@ -59,10 +60,11 @@ class Resident:
         tokens = self.content[begin + 1 : end]
         return token_logprobs(logits[: len(tokens)], tokens, self.decoding.prompt_logprobs)
 
-    def row_state(self, grammars: Grammars | None) -> RowState | None:
-        """None where the request asks for nothing."""
+    def row_state(self, grammars: Grammars | None, drafts: bool) -> RowState | None:
+        """None where the request asks for nothing. `drafts`: there is a drafter."""
         if self.decoding is not None and self.state is None:
-            self.state = RowState(self.decoding, self.content, self.stop_token_ids, grammars)
+            ends = self.stop_token_ids
+            self.state = RowState(self.decoding, self.content, ends, grammars, drafts)
         return self.state
 
     def roll_back(self, length: int, tokens_left: int) -> None:
@@ -84,11 +86,12 @@ class Tally:
     """What became of a row's draft tokens over the steps of a batch; see `RowResult`."""
 
     def __init__(self, draft_len: int) -> None:
-        self.asked_tokens = self.draft_tokens = 0
+        self.steps = self.asked_tokens = self.draft_tokens = 0
         self.accepted_at, self.tried_at = [0] * draft_len, [0] * draft_len
 
     def note(self, asked: int, drafted: int, accepted: int) -> None:
         """Of a step: draft tokens asked for, drafted and right."""
+        self.steps += 1
         self.asked_tokens += asked
         self.draft_tokens += drafted
         for at in range(accepted):

@@ -19,6 +19,7 @@ from scheduler.requests import (
     Priority as Priority,
     ReplicaSpec as ReplicaSpec,
     Request as Request,
+    RowFailure as RowFailure,
     RowResult as RowResult,
     SamplingParams as SamplingParams,
     StepResult as StepResult,
@@ -194,6 +195,8 @@ class Finish(Message, frozen=True):
     reason: FinishReason
     usage: Usage = Usage()
     message: str = ""
+    field: str = ""
+    """Of a request that has FAILED: its field that is at fault, if one is."""
 
 
 class RejectCode(StrEnum):

@@ -149,6 +149,15 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True)
+class RowFailure:
+    """Why a row can go no further, whatever batch or replica it is in."""
+
+    message: str
+    field: str = ""
+    """The field of the request that is at fault, as `Decoding` has it; empty: no field is."""
+
+
+@dataclass(frozen=True, slots=True)
 class RowResult:
     """What one row committed over the steps of a batch."""
 
@@ -169,6 +178,8 @@ class RowResult:
     extras: tuple[TokenLogprobs, ...] = ()
     """What the request wants to be told of each of the tokens; of a prefill, of the prompt tokens
     after the positions that it has filled. The pool cuts them where it cuts tokens."""
+    failure: RowFailure | None = None
+    """Why it ends behind its tokens, unless it has ended with them."""
     reused: int = 0
     """In a sequence's first prefill batch: KV positions from the beginning that the replica had
     already, of another sequence with the same prefix."""

@@ -187,4 +187,6 @@ def call_field(name: str, call: GenerateCall) -> str:
     """The scheduler's name of a field, as the call has it."""
     if name == "prompt":
         return call.prompts[0].field
+    if name == "grammar" and call.structure is not None:
+        return call.structure.field
     return {"committed": "committed_token_ids", "id": "request_id"}.get(name, name)

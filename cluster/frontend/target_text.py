@@ -16,7 +16,7 @@ from scheduler.errors import InvalidRequest
 from scheduler.messages import ReplicaSpec
 
 if TYPE_CHECKING:
-    from replicas.decoding import Grammars
+    from replicas.grammars import Grammars
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ class TargetText:
     def grammars(self) -> Grammars | None:
         """None for a tokenizer that llguidance cannot read, of which the replicas warn. To make
         them takes a second."""
-        from replicas.decoding import Grammars
+        from replicas.grammars import Grammars
 
         vocab = max(self.embedding_size, self.spec.vocab_size)
         try:

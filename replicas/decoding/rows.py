@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
-from replicas.decoding.grammar import Grammars
 from replicas.decoding.logprobs import token_logprobs
+from replicas.grammars import PATIENT_S, GrammarError, Grammars, Mask, RowGrammar, Walk, walks
 from scheduler.decoding import Decoding, TokenLogprobs
+from scheduler.messages import RowFailure
 
 
 class RowState:
@@ -20,8 +22,9 @@ class RowState:
         content: Sequence[int],
         ends: frozenset[int],
         grammars: Grammars | None,
+        drafts: bool = True,
     ) -> None:
-        """`ends`: the row's stop tokens. Raises GrammarError."""
+        """`ends`: the row's stop tokens. `drafts`: there is a drafter."""
         self.decoding = decoding
         self._content = content
         """All content tokens; the replica appends to it."""
@@ -31,19 +34,17 @@ class RowState:
         added = decoding.frequency_penalty or decoding.presence_penalty
         penalised = added or decoding.repetition_penalty != 1.0
         self._counts = _Counts(content, decoding.prompt_tokens) if penalised else None
-        self._grammar = None
+        self.grammar: RowGrammar | None = None
         if decoding.grammar:
             assert grammars is not None, "a grammar needs the target's tokenizer"
-            self._grammar = grammars.match(decoding.grammar, content[decoding.prompt_tokens :])
+            new = content[decoding.prompt_tokens :]
+            self.grammar = RowGrammar(grammars, decoding.grammar, new, drafts)
 
-    def draft(self, tokens: list[int], most: int) -> list[int]:
-        """What to check in place of these draft tokens: a grammar leaves out what it forbids, and
-        adds what it forces. Raises GrammarError."""
-        return tokens if self._grammar is None else self._grammar.draft(tokens, most)
-
-    def adjust(self, logits: torch.Tensor, draft: Sequence[int]) -> None:
+    def adjust(
+        self, logits: torch.Tensor, draft: Sequence[int], masks: Sequence[Mask] = ()
+    ) -> None:
         """Change logits, [1 + len(draft), vocab], in place; those of place j follow the content and
-        the first j draft tokens. Raises GrammarError."""
+        the first j draft tokens. `masks`: what the grammar allows in the first places."""
         if self._counts is not None:
             self._penalise(logits, draft, self._counts)
         if self._bias_ids:
@@ -54,15 +55,14 @@ class RowState:
                 logits[:missing, self._ends] = -torch.inf
         if self.decoding.bad_words:
             self._strike_bad_words(logits, draft)
-        if self._grammar is not None:
-            self._grammar.strike(logits, draft)
+        for place, mask in enumerate(masks):
+            allowed = np.unpackbits(mask, count=logits.shape[-1], bitorder="little")
+            logits[place].masked_fill_(torch.from_numpy(allowed == 0).to(logits.device), -torch.inf)
 
     def commit(self, tokens: Sequence[int]) -> None:
-        """To be told before the tokens are in the content. Raises GrammarError."""
+        """To be told before the tokens are in the content."""
         if self._counts is not None:
             self._counts.add(tokens)
-        if self._grammar is not None:
-            self._grammar.advance(tokens)
 
     @property
     def _new(self) -> int:
@@ -77,7 +77,9 @@ class RowState:
             scores = torch.where(seen, repeated, scores)
         scores -= self.decoding.frequency_penalty * new
         scores -= self.decoding.presence_penalty * (new > 0)
-        logits[:, ids] = scores.to(logits.dtype)
+        # A penalty makes a token unlikely, it strikes none out.
+        most = torch.finfo(logits.dtype).max
+        logits[:, ids] = scores.clamp_(-most, most).to(logits.dtype)
 
     def _strike_bad_words(self, logits: torch.Tensor, draft: Sequence[int]) -> None:
         longest = max(map(len, self.decoding.bad_words)) - 1
@@ -130,17 +132,52 @@ class DecodingRows:
     """What requests add to the steps of a batch, on the host: each row's state, None of rows that
     ask for nothing."""
 
-    def __init__(self, states: Sequence[RowState | None]) -> None:
+    def __init__(self, states: Sequence[RowState | None], patient: bool = False) -> None:
+        """`patient`: no row is left out of a step, as where ranks must do the same."""
         self._states = states
+        self._patient = patient
+        self._grammars = {
+            index: state.grammar
+            for index, state in enumerate(states)
+            if state is not None and state.grammar is not None
+        }
+        self._walks: dict[int, Walk] = {}
+        """Of the step in hand."""
         self._plain: dict[int, torch.Tensor] = {}
         """Of the step in hand: logits before any change, of the rows that are told of them."""
         self.told: list[list[TokenLogprobs]] = [[] for _ in states]
         """Of each row's committed tokens, over all steps of the batch."""
-        self.drafts = any(state is not None and state.decoding.grammar for state in states)
+        self.failures: dict[int, RowFailure] = {}
+        """Why rows have stopped."""
 
-    def draft(self, row: int, tokens: list[int], most: int) -> list[int]:
-        state = self._states[row]
-        return tokens if state is None else state.draft(tokens, most)
+    @property
+    def drafts(self) -> bool:
+        """Whether requests change drafts."""
+        return bool(self._grammars)
+
+    def redraft(
+        self, drafts: Sequence[list[int]], most: Sequence[int]
+    ) -> tuple[list[list[int]], set[int]]:
+        """What to check in place of these drafts, and the rows that take no part in the step.
+
+        A grammar leaves out what it forbids, and adds what it forces up to `most` tokens.
+        """
+        self._walks.clear()
+        found = walks(
+            self._grammars, drafts, most, len(self._grammars) == len(self._states), self._patient
+        )
+        kept, absent = list(drafts), set[int]()
+        for index, walk in found.items():
+            if isinstance(walk, Walk):
+                self._walks[index] = walk
+                # Its work may have begun with an earlier step's draft, which was longer.
+                kept[index] = walk.draft[: most[index]]
+                continue
+            kept[index] = []
+            absent.add(index)
+            if walk is not None:
+                self.failures[index] = _stopped(walk)
+        return kept, absent
 
     def adjust(self, row: int, draft: Sequence[int], logits: torch.Tensor) -> None:
         """`RowState.adjust`, after keeping what will be told."""
@@ -150,13 +187,40 @@ class DecodingRows:
         if state.decoding.logprobs is not None:
             self._plain[row] = logits.clone() if state.decoding.changes_logits else logits
         if state.decoding.changes_logits:
-            state.adjust(logits, draft)
+            walk = self._walks.get(row)
+            masks = [] if walk is None else walk.masks[: 1 + len(draft)]
+            state.adjust(logits, draft, masks)
 
-    def committed(self, row: int, tokens: Sequence[int]) -> None:
+    def commit(self, committed: Sequence[list[int]]) -> None:
+        """Rows have chosen these tokens. Cuts them where a grammar stops, which is a failure."""
+        advancing = {
+            index: self._grammars[index].advance(committed[index]) for index in self._walks
+        }
+        for index, work in advancing.items():
+            count, stopped = work.result(PATIENT_S)
+            if stopped is not None:
+                self.failures[index] = _stopped(stopped)
+                del committed[index][count:]
+        for index, (state, tokens) in enumerate(zip(self._states, committed, strict=True)):
+            if state is None or not tokens:
+                continue
+            state.commit(tokens)
+            top = state.decoding.logprobs
+            if top is not None:
+                plain = self._plain[index][: len(tokens)]
+                self.told[index] += token_logprobs(plain, tokens, top)
+
+    def strikes(self, row: int) -> str:
+        """What of the row's request may strike tokens out; empty: nothing."""
         state = self._states[row]
-        if state is None:
-            return
-        state.commit(tokens)
-        top = state.decoding.logprobs
-        if top is not None:
-            self.told[row] += token_logprobs(self._plain[row][: len(tokens)], tokens, top)
+        given = (
+            [] if state is None else [name for name in _STRIKES if getattr(state.decoding, name)]
+        )
+        return given[0] if given else ""
+
+
+_STRIKES = ("grammar", "bad_words", "min_tokens")
+
+
+def _stopped(error: GrammarError) -> RowFailure:
+    return RowFailure(f"the text cannot go on: {error}", "grammar")

@@ -9,7 +9,7 @@ from typing import Any
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from replicas.config import ReplicaConfig
-from replicas.decoding.grammar import Grammars
+from replicas.grammars import Grammars
 from replicas.models.load import resolve
 from replicas.models.shapes import is_planted
 

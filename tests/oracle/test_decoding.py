@@ -21,7 +21,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from cluster.frontend.tools.use import Function, Tool, ToolFormat, ToolUse
 from cluster.local_engine import LocalEngine, Output
-from replicas.decoding import Grammars, grammar_of
+from replicas.grammars import Grammars, grammar_of
 from replicas.replica import Replica
 from scheduler.config import SchedulerConfig
 from scheduler.decoding import Decoding

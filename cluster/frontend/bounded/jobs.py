@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from typing import Any
 
 Work = Callable[[bytes], bytes]
 _REASON_CHARS_MAX = 1000
@@ -36,7 +35,7 @@ def checking(setup: bytes) -> Work:
     """Structures, for the tokens of one target."""
     from tokenizers import Tokenizer
 
-    from replicas.decoding.grammar import GrammarError, Grammars, grammar_of
+    from replicas.grammars import GrammarError, Grammars, grammar_of
 
     target = json.loads(setup)
     tokenizer = Tokenizer.from_str(target["tokenizer"])
@@ -50,13 +49,10 @@ def checking(setup: bytes) -> Work:
         try:
             grammar = grammar_of(kind, texts)
             grammars.check(grammar)
+            allows = not committed or grammars.allows(grammar, committed)
         except GrammarError as error:
             raise Refused(_reason(error)) from None
-        try:
-            grammars.match(grammar, committed)
-        except GrammarError:
-            return json.dumps([grammar, False]).encode()
-        return json.dumps([grammar, True]).encode()
+        return json.dumps([grammar, allows]).encode()
 
     return work
 

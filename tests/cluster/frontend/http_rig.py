@@ -22,7 +22,8 @@ from cluster.frontend.http_api.app import http_app
 from cluster.frontend.target_text import TargetText
 from protos import lockstep_pb2 as pb
 from replicas.config import ReplicaConfig
-from replicas.decoding import Grammars, load_grammars
+from replicas.decoding import load_grammars
+from replicas.grammars import Grammars
 from replicas.models.pair import Pair, load_pair
 from replicas.replica import Replica
 from tests.cluster.fakes import load_fake_text, tokenizer
