@@ -124,7 +124,7 @@ class Children:
             return self._idle.pop()
         if sum(map(len, self._waiting.values())) >= self._waiting_max:
             raise _too_busy()
-        turn = asyncio.get_running_loop().create_future()
+        turn: asyncio.Future[_Place] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(tenant, deque()).append(turn)
         try:
             async with asyncio.timeout(self._bounds.wall_s):

@@ -26,7 +26,7 @@ def rendering(_setup: bytes) -> Work:
             raise
         except Exception as error:
             raise Refused(_reason(error)) from None
-        return text.encode("utf-8", "surrogatepass")
+        return str(text).encode("utf-8", "surrogatepass")
 
     return work
 

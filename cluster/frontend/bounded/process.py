@@ -79,15 +79,15 @@ class Child:
         """Starts it and does not wait until it has loaded. `setup`: what the job is to load."""
         self._bounds = bounds
         self._loaded = False
-        self._stderr = tempfile.TemporaryFile()
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115  # it lives as long as the child
         self._socket, its_end = socket.socketpair()
         self._socket.setblocking(False)
         sizes = (bounds.cpu_s, bounds.memory_mb, bounds.result_bytes, os.getpid())
         with its_end:
-            self._process = subprocess.Popen(
+            self._process: subprocess.Popen[bytes] = subprocess.Popen(
                 [sys.executable, "-P", "-m", f"{__package__}.child", job, *map(str, sizes)],
                 stdin=setup or subprocess.DEVNULL,
-                stdout=its_end,
+                stdout=its_end.fileno(),
                 stderr=self._stderr,
                 cwd="/",
                 env=_environment(),
@@ -217,7 +217,7 @@ def _added(content: bytearray, part: bytes) -> int:
     content += part
     if len(content) < LENGTH_BYTES:
         return LENGTH_BYTES - len(content)
-    return LENGTH_BYTES + length_of(content[:LENGTH_BYTES]) - len(content)
+    return LENGTH_BYTES + length_of(bytes(content[:LENGTH_BYTES])) - len(content)
 
 
 def _end(process: subprocess.Popen[bytes], channel: socket.socket) -> None:

@@ -74,8 +74,8 @@ class _Verdicts:
 class BoundedWork:
     """What a frontend, or a model without one, does in child processes.
 
-    Belongs to no event loop while no work is under way; `..._now` needs none. Errors: InvalidRequest
-    and Overloaded, which are the caller's, ChildrenFailed and ChildrenClosed.
+    Belongs to no event loop while no work is under way; `..._now` needs none. All raise
+    InvalidRequest and Overloaded, which are the caller's, ChildrenFailed and ChildrenClosed.
     """
 
     def __init__(self, text: TargetText, config: FrontendConfig) -> None:
@@ -199,7 +199,7 @@ class BoundedWork:
     def _described_target(self) -> IO[bytes]:
         """What children must know of the target to check structures, once for all of them."""
         if self._target is None:
-            self._target = tempfile.TemporaryFile()
+            self._target = tempfile.TemporaryFile()  # noqa: SIM115  # open while children may start
             self._target.write(json.dumps(self._text.described).encode())
             self._target.flush()
         return self._target

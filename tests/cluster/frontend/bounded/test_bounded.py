@@ -72,8 +72,8 @@ def ambiguous(rules: int) -> str:
     return "\n".join(lines)
 
 
-async def asked(app: Any, **structure: Any) -> Answer:
-    fields = {"prompt": "the quick", "max_tokens": 24, "temperature": 0}
+async def asked(app: Any, tokens: int = 24, **structure: Any) -> Answer:
+    fields = {"prompt": "the quick", "max_tokens": tokens, "temperature": 0}
     return await post(app, "completions", **fields, structured_outputs=structure)
 
 
@@ -117,11 +117,11 @@ async def test_a_structure_that_takes_too_much_memory_is_refused_with_the_bound(
         )
 
 
-async def test_as_many_optional_properties_as_llguidance_takes() -> None:
+@pytest.mark.parametrize("count", [500, 3_000])
+async def test_thousands_of_optional_properties(count: int) -> None:
     async with served_tiny(config=ROOMY) as (_, app):
-        text = (await asked(app, json=object_of(490))).json["choices"][0]["text"]
-        assert text.startswith("{")
-        assert (await asked(app, json=object_of(3000))).status == 400
+        answer = await asked(app, json=object_of(count), tokens=3)
+        assert answer.json["choices"][0]["text"][0] == "{"
 
 
 @pytest.mark.parametrize("count", [2_000, 10_000])
@@ -211,7 +211,7 @@ async def test_rendered_is_what_transformers_renders() -> None:
         prompt = ChatPrompt(turns, tools, options)
         assert await work.rendered(prompt) == work.rendered_now(prompt) == expected
         for name in ("messages", "conversations"):
-            with pytest.raises(InvalidRequest, match="^messages: "):
+            with pytest.raises(InvalidRequest, match=r"^messages: "):
                 await work.rendered(ChatPrompt(turns, (), {name: []}))
 
 
@@ -228,7 +228,7 @@ async def test_what_is_sent_again_is_answered_without_a_process() -> None:
         for pid in work.pids:
             os.kill(pid, signal.SIGSTOP)
         again = replace(bomb, given_as="tools")
-        with pytest.raises(InvalidRequest, match="^tools: ") as second:
+        with pytest.raises(InvalidRequest, match=r"^tools: ") as second:
             await work.grammar(again)
         assert first.value.reason == second.value.reason
         assert await work.grammar(good) == work.grammar_now(good) == grammar
@@ -242,7 +242,7 @@ async def test_what_is_committed_is_part_of_a_verdict() -> None:
         grammar = await work.grammar(structure)
         assert await work.grammar(structure, allowed) == grammar
         for _ in range(2):
-            with pytest.raises(InvalidRequest, match="^committed_token_ids: choice does not"):
+            with pytest.raises(InvalidRequest, match=r"^committed_token_ids: choice does not"):
                 await work.grammar(structure, other)
         assert await work.grammar(structure, [-1, 99_999]) == grammar, "refused elsewhere"
 
