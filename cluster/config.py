@@ -74,7 +74,7 @@ class FrontendConfig(_Settings):
     )
     bounded_s_max: float = Field(
         2.0,
-        gt=0,
+        ge=0.01,
         description="Seconds of a processor that the check of a structure (a JSON schema, an "
         "expression, a grammar) or the rendering of a chat template may take.",
     )

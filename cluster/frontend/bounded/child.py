@@ -32,6 +32,9 @@ def main() -> None:
     if os.getppid() != int(parent):
         return  # The parent ended before that.
     os.nice(_NICE)
+    # Whatever the parent does with signals.
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_FSIZE, (_STDERR_BYTES_MAX, _STDERR_BYTES_MAX))
     channel = socket.socket(fileno=os.dup(1))
@@ -45,17 +48,17 @@ def main() -> None:
     gc.collect()
     gc.freeze()
     memory = int(memory_mb) << 20
-    loaded = _data_bytes()
-    resource.setrlimit(resource.RLIMIT_DATA, (loaded + memory, loaded + memory))
+    loaded = used = _data_bytes()
     channel.sendall(framed(bytes([Reply.READY])))
-    while (asked := _received(channel)) is not None:
+    # A child that keeps much of what its work took gives way to another one.
+    while used <= loaded + memory and (asked := _received(channel)) is not None:
+        resource.setrlimit(resource.RLIMIT_DATA, (used + memory, resource.RLIM_INFINITY))
         signal.setitimer(signal.ITIMER_PROF, float(cpu_s))
         reply, result = _done(work, asked, int(result_bytes))
         signal.setitimer(signal.ITIMER_PROF, 0)
         channel.sendall(framed(bytes([reply]) + result))
         del asked, result
-        if _data_bytes() > loaded + memory // 2:
-            return  # What earlier work left behind would count as memory of later work.
+        used = _data_bytes()
 
 
 def _done(work: Callable[[bytes], bytes], asked: bytes, most: int) -> tuple[Reply, bytes]:
