@@ -163,12 +163,6 @@ class ActorsConfig(_Settings):
         "all of them. Serve's own commands do not read it.",
     )
     drain_s: float = Field(20.0, gt=0, description="Grace of a process that is told to go.")
-    failures_max: int = Field(
-        8,
-        ge=1,
-        description="Batches of a kind in a row that may fail before a replica is unhealthy; "
-        "more than it takes to halve a full batch down to the one row that breaks it.",
-    )
     batch_s_max: float = Field(
         120.0, gt=0, description="A batch that runs for longer hangs; the replica is replaced."
     )

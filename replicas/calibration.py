@@ -100,6 +100,12 @@ def first_right(replica: Trial, rows: int) -> float | None:
     return sum(row.accepted_at[0] for row in results) / tried if tried else None
 
 
+def probe(replica: Trial) -> None:
+    """Fill a short row and step it, with a draft token if there is a drafter; raises what that
+    raises."""
+    _tried(replica, [(0, 0)], 2, [min(replica.spec.draft_len_max, 1)])
+
+
 def _tried(
     replica: Trial,
     contents: Sequence[tuple[int, ...]],

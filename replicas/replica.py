@@ -7,12 +7,13 @@ nothing: which rows run, when and how far ahead is the pool's business.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from time import perf_counter
 from typing import Any
 
 import torch
 
-from replicas.calibration import calibrated
+from replicas.calibration import calibrated, probe
 from replicas.config import ReplicaConfig
 from replicas.cuda import GraphedModel, buckets
 from replicas.decoding import DecodingRows, RowState, load_grammars
@@ -20,7 +21,7 @@ from replicas.drafters import Ask, Drafter, Seen
 from replicas.eqspec import step
 from replicas.fingerprint import fingerprint
 from replicas.grammars import Grammars
-from replicas.kv_cache import BlockAllocator, TokenRange
+from replicas.kv_cache import BlockAllocator, OutOfBlocks, TokenRange
 from replicas.memory import MemoryPlan, check_memory, measured_passes, plan_memory
 from replicas.models.build import build
 from replicas.models.load import resolve_device
@@ -133,6 +134,12 @@ class Replica:
     def release(self, sequence_ids: Iterable[str]) -> None:
         """Forget the residents and free their blocks; unknown ids are ignored."""
         self._residents.leave(sequence_ids)
+
+    def probe(self) -> None:
+        """Try small batches, a prefill and a step; raises what they raise. Without a free block
+        nothing is tried."""
+        with suppress(OutOfBlocks):
+            probe(self)
 
     @property
     def planned(self) -> tuple[int, int]:

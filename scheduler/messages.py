@@ -42,8 +42,6 @@ class FailureRecord:
 
     failures: int = 0
     """In a row without a new token: batches with it alone that failed, and replicas that died."""
-    attempts: int = 0
-    """The same for all batches with it alone that failed."""
     deaths: int = 0
     """Replicas that died with it in flight, ever."""
     kills: int = 0
@@ -52,7 +50,7 @@ class FailureRecord:
     """In quarantine: it runs in batches of at most so many rows, of rows in quarantine only, with
     nothing else in flight on the replica. None: it runs as all others do."""
     broke_at: int = 0
-    """Content that is longer [tokens] clears it of failures and attempts."""
+    """Content that is longer [tokens] clears it of failures."""
     quarantined_until: int = 0
     """Content that is longer [tokens] ends the quarantine, too; at least `broke_at`."""
 
@@ -61,7 +59,7 @@ class FailureRecord:
         if length <= self.broke_at:
             return self
         limit = self.rows_limit if length <= self.quarantined_until else None
-        return replace(self, failures=0, attempts=0, rows_limit=limit)
+        return replace(self, failures=0, rows_limit=limit)
 
 
 class Submit(Message, frozen=True):
@@ -111,7 +109,7 @@ class StepDone:
 
 
 class StepFailed(Message, frozen=True):
-    """The replica lives but could not run the batch.
+    """The replica is sound but could not run the batch: it is too large, or a row of it breaks it.
 
     The rows of a speculate batch are as they were before it, those of a prefill are not there.
     """

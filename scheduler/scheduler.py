@@ -11,7 +11,7 @@ A replica that obeys the actions of its own in their order never needs more bloc
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import astuple, replace
 from typing import Any
 
 from scheduler.admission import check_servable, refusal
@@ -197,8 +197,9 @@ class Scheduler:
                 self.pool.filled(replica, sequence, row.reused)
                 if row.extras:
                     self._out.append(Emit(sequence.id, begins[sequence.id], (), row.extras))
+                if row.failure is not None:
+                    self._finish(sequence, FinishReason.FAILED, *astuple(row.failure))
         replica.figures.note(batch, result, committed)
-        replica.pipeline.failed.discard(batch.kind)
         replica.raise_rows_cap(batch)
         if replica.draining:
             self._hand_back(replica)
@@ -210,12 +211,10 @@ class Scheduler:
         if found is None:
             return
         replica, flight = found
-        batch, failed = flight.batch, replica.pipeline.failed
-        size = len(flight.rows)
+        batch, size = flight.batch, len(flight.rows)
         rows = self._rows_back(replica, flight)
         # Before they move: a row in quarantine is ready apart from the others.
-        batch_failed(rows, size, replica.id, counts=batch.kind not in failed)
-        failed.add(batch.kind)
+        batch_failed(rows, size, replica.id)
         if batch.kind is BatchKind.SPECULATE and size > 1:
             replica.lower_rows_cap(size // 2)
         guilty = [one for one in rows if is_guilty(one, size, self.config.failures_max)]
@@ -274,10 +273,13 @@ class Scheduler:
                 out.append(Emit(sequence.id, start, tokens, row.extras[: len(tokens)]))
             if reason is not None:
                 self._finish(sequence, reason)
+            elif row.failure is not None:
+                self._finish(sequence, FinishReason.FAILED, *astuple(row.failure))
         return committed
 
-    def _finish(self, sequence: Sequence, reason: FinishReason, message: str = "") -> None:
-        self._out.append(Finish(sequence.id, reason, sequence.usage(), message))
+    def _finish(self, sequence: Sequence, reason: FinishReason, *said: str) -> None:
+        """`said`: the message, and the field at fault if one is."""
+        self._out.append(Finish(sequence.id, reason, sequence.usage(), *said))
         replica_id = sequence.replica_id
         if sequence.reservation is not None:
             self._dispatcher.touch(sequence.reservation)

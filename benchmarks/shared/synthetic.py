@@ -84,6 +84,9 @@ class SyntheticReplica:
         gone = tuple(each for each in sequence_ids if each in self._simulated.residents)
         self._simulated.release(Release(self._simulated.id, gone))
 
+    def probe(self) -> None:
+        """It is always sound."""
+
     def step(self, batch: Batch, interrupted: Callable[[], bool]) -> StepResult:
         """Sleeps through the batch's steps. Raises AssertionError for a batch that is wrong."""
         if batch.replica_id != self._simulated.id:

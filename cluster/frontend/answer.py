@@ -283,7 +283,8 @@ class Answer:
             finish = live.finish or Finish(live.pool_id, FinishReason.STOP, Usage())
         else:
             finish = self._finish(live)
-            refusal = refusal_of_finish(finish, self.call.request_id)
+            at_fault = call_field(finish.field, self.call)
+            refusal = refusal_of_finish(finish, self.call.request_id, at_fault)
             if refusal is None:
                 # Else what is held back stays so: a continuation from these tokens gives it, whole.
                 piece = sequence.text.finish()

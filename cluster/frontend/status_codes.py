@@ -121,10 +121,13 @@ def refusal_of_error(error: LockstepError) -> Refusal:
     )
 
 
-def refusal_of_finish(finish: Finish, request_id: str) -> Refusal | None:
-    """None for a request that was served in full. `request_id`: the client's name for it."""
+def refusal_of_finish(finish: Finish, request_id: str, field: str) -> Refusal | None:
+    """None for a request that was served in full. `request_id`: the client's name for it; `field`:
+    that of the call which is at fault, if one is."""
     code = CODES[finish.reason]
     if code is StatusCode.OK:
         return None
     message = finish.message or _SENTENCES[finish.reason]
+    if field:
+        return Refusal(StatusCode.INVALID_ARGUMENT, f"{field}: {message}", field=field)
     return Refusal(code, f"request {request_id}: {message}" if request_id else message)

@@ -16,19 +16,21 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
 from cluster.config import ClusterConfig
 from cluster.pool.peers import unlike_elsewhere
 from cluster.pool.protocol import WORKER, Beat, DrainNote, LeaveNote, PoolPort, PoolUnreachable
-from cluster.transport import NotEncodable, Stream, StreamLost
+from cluster.transport import NotEncodable, Stream, StreamLost, encode
 from scheduler.messages import (
     Batch,
-    BatchKind,
     Interrupt,
     Release,
     ReplicaSpec,
+    RowFailure,
+    RowResult,
     StepFailed,
     StepResult,
 )
@@ -46,11 +48,16 @@ class HostedReplica(Protocol):
     def step(self, batch: Batch, interrupted: Callable[[], bool]) -> StepResult:
         """`interrupted` is asked after each step; the batch ends early once it says so.
 
-        An error is that batch's alone, unless the replica is `broken` then.
+        What a row's request leads to is in the row's result. An error is that batch's alone, unless
+        the replica is `broken` then, or its `probe` raises.
         """
         ...
 
     def release(self, sequence_ids: Iterable[str]) -> None: ...
+
+    def probe(self) -> None:
+        """Run small batches of its own, of each kind; raises if the replica cannot."""
+        ...
 
     @property
     def residents(self) -> tuple[str, ...]: ...
@@ -87,7 +94,6 @@ class Worker:
         `pools`: one per shard; `shard` is the one to serve.
         """
         self._beat_s = config.pool.beat_s
-        self._failures_max = config.actors.failures_max
         self._drain_s = config.actors.drain_s
         self._batch_s_max = config.actors.batch_s_max
         self._running: tuple[str, float] | None = None
@@ -104,8 +110,6 @@ class Worker:
         """Batches up to this id end after the step in hand; the thread reads it."""
         self._batch_lost = False
         """The replica broke in the middle of a batch of this membership; the thread writes it."""
-        self._failures = dict.fromkeys(BatchKind, 0)
-        """Batches of each kind that failed since one of that kind was done."""
         self._drained = asyncio.Event()
         self._draining = False
         self._something_new = asyncio.Event()
@@ -151,10 +155,7 @@ class Worker:
         if (broken := self._replica.broken) is not None:
             raise ReplicaUnhealthy(f"it is broken: {broken}", by_batch=mine or self._batch_lost)
         if not self._thread.is_alive():
-            raise ReplicaUnhealthy("the thread that runs batches has died")
-        for kind, failures in self._failures.items():
-            if failures >= self._failures_max:
-                raise ReplicaUnhealthy(f"{failures} {kind} batches in a row have failed")
+            raise ReplicaUnhealthy("no batch can run here any more", by_batch=self._batch_lost)
 
     async def close(self) -> None:
         """Hand back the residents, finish the batches in hand, leave the pool, end the thread."""
@@ -273,20 +274,14 @@ class Worker:
             reading.exception()  # which counts no more where this replica has left
         self._something_new.set()
 
-    def _finished(self, batch: Batch, result: StepResult | StepFailed) -> None:
+    def _finished(self, result: StepResult | StepFailed) -> None:
         if result.replica_id != self.replica_id or self._stream is None:
             return
-        if isinstance(result, StepResult):
-            try:
-                self._stream.send(result)
-            except NotEncodable as error:
-                result = StepFailed(result.replica_id, result.batch_id, str(error))
-            else:
-                self._failures[batch.kind] = 0
-                return
-        self._failures[batch.kind] += 1
-        self._stream.send(result)
-        self._something_new.set()
+        try:
+            self._stream.send(result)
+        except NotEncodable:
+            assert isinstance(result, StepResult)
+            self._stream.send(replace(result, rows=_sendable(result.rows)))
 
     # ------------------------------------------------------------------ thread
 
@@ -298,25 +293,22 @@ class Worker:
             loaded.set_exception(error)
             return
         loaded.set_result(replica.spec)
-        while (job := self._jobs.get()) is not None:
-            job(replica)
+        try:
+            while (job := self._jobs.get()) is not None:
+                job(replica)
+        except Exception:
+            log.exception("nothing can run here any more")
+            self._post(self._something_new.set)
 
     def _release(self, replica: HostedReplica, sequence_ids: Iterable[str]) -> None:
-        """Nothing of what is broken need be released, nor does the attempt count if it breaks."""
-        if replica.broken is not None:
-            return
-        try:
+        if replica.broken is None:  # else nothing need be released
             replica.release(sequence_ids)
-        except Exception:
-            if replica.broken is None:
-                raise
-            log.exception("a replica broke where sequences were released")
 
     def _run(self, replica: HostedReplica, batch: Batch) -> None:
         if (result := self._result(replica, batch)) is None:
             self._post(self._something_new.set)
         else:
-            self._post(self._finished, batch, result)
+            self._post(self._finished, result)
 
     def _result(self, replica: HostedReplica, batch: Batch) -> StepResult | StepFailed | None:
         """None: the replica is broken, and the batch is lost with it."""
@@ -330,9 +322,11 @@ class Worker:
             return replica.step(batch, lambda: self._ends_early(batch))
         except Exception as error:
             log.exception("batch %d failed", batch.id)
+            self._batch_lost = batch.replica_id == self.replica_id
             if replica.broken is not None:
-                self._batch_lost = batch.replica_id == self.replica_id
                 return None
+            replica.probe()  # what it raises ends the thread
+            self._batch_lost = False
             # A message that cannot be sent would leave the batch without an answer.
             said = f"{type(error).__name__}: {error}".encode("utf-8", "replace").decode()
             return StepFailed(batch.replica_id, batch.id, said)
@@ -348,3 +342,16 @@ class Worker:
             self._loop.call_soon_threadsafe(call, *args)
         except RuntimeError:
             log.warning("the event loop is closed")
+
+
+def _sendable(rows: Sequence[RowResult]) -> tuple[RowResult, ...]:
+    """The rows; a failure in place of each that cannot be sent with so many beside it."""
+    found = []
+    for row in rows:
+        try:
+            encode((row,) * len(rows))
+            found.append(row)
+        except NotEncodable as error:
+            failure = RowFailure(f"its answer is too large or cannot be sent: {error}")
+            found.append(RowResult(row.sequence_id, failure=failure))
+    return tuple(found)

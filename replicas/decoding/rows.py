@@ -219,7 +219,7 @@ class DecodingRows:
         return given[0] if given else ""
 
 
-_STRIKES = ("grammar", "bad_words", "min_tokens")
+_STRIKES = ("min_tokens", "bad_words", "grammar")
 
 
 def _stopped(error: GrammarError) -> RowFailure:

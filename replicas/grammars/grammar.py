@@ -25,7 +25,7 @@ _JSON_OPTIONS: JsonCompileOptions = {
     "key_separator": ": ",
 }
 """One way to write a document: a small model that is free to add spaces may never stop."""
-_LIMITS = LLParserLimits(
+LIMITS = LLParserLimits(
     max_items_in_row=20_000,  # a schema has four for each optional property
     step_max_items=200_000,
     max_lexer_states=50_000,  # of 1 to 2 kB each
@@ -36,8 +36,11 @@ _LIMITS = LLParserLimits(
 class Grammars:
     """The grammars of one target: its tokens, and which of them end a text."""
 
-    def __init__(self, tokenizer: Any, ends: Sequence[int], vocab: int) -> None:
+    def __init__(
+        self, tokenizer: Any, ends: Sequence[int], vocab: int, limits: LLParserLimits = LIMITS
+    ) -> None:
         """`tokenizer`: of `tokenizers`. `vocab`: the width of the logits."""
+        self._limits = limits
         self._ends = frozenset(ends)
         self._tokens = LLTokenizer(_plain(tokenizer), n_vocab=vocab, eos_token=list(ends))
         self._followers: weakref.WeakValueDictionary[str, Follower] = weakref.WeakValueDictionary()
@@ -70,7 +73,7 @@ class Grammars:
         return self._compiled(grammar).validate_tokens(until_end) == len(until_end)
 
     def _compiled(self, grammar: str) -> LLMatcher:
-        matcher = LLMatcher(self._tokens, grammar, log_level=0, limits=_LIMITS)
+        matcher = LLMatcher(self._tokens, grammar, log_level=0, limits=self._limits)
         if matcher.is_error():
             raise GrammarError(matcher.get_error().split("\n<")[0])
         return matcher

@@ -23,9 +23,10 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from replicas.calibration import calibrated
+from replicas.calibration import calibrated, probe
 from replicas.config import ReplicaConfig
 from replicas.decoding import load_grammars
+from replicas.kv_cache import OutOfBlocks
 from replicas.memory import MemoryPlan, check_memory, free_bytes, plan_memory
 from replicas.models.load import resolve_device
 from replicas.models.names import PairRefused
@@ -119,6 +120,11 @@ class ParallelReplica:
         }
         self._ranks.tell(_Released(rows))
         self.replica.release(rows)
+
+    def probe(self) -> None:
+        """As `Replica.probe`; raises ReplicaBroken."""
+        with contextlib.suppress(OutOfBlocks):
+            probe(self)
 
     @property
     def residents(self) -> tuple[str, ...]:

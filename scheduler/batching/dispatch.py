@@ -5,7 +5,7 @@
 | 1 | a batch of rows in quarantine is in flight | nothing goes beside it |
 | 2 | rows in quarantine are ready, or one has reserved the replica and fits; others are in flight | those in flight end first |
 | 3 | rows in quarantine are ready; the last batch was not theirs, or no other row is ready | they take a step by themselves |
-| 4 | other rows are ready, nothing is in flight; the last batch was one of rows in quarantine, or the last step failed | the others take one step |
+| 4 | other rows are ready, nothing is in flight; the last batch was one of rows in quarantine | the others take one step |
 | 5 | a sequence that waits does not fit, or is in quarantine and cannot go yet | it reserves the replica |
 | 6 | prompts can be filled; the last batch was no prefill, or no row is ready | a chunk of prompts |
 | 7 | prompts can be filled, but rows step first | a batch of several steps that is in flight is interrupted; then as rule 8 says |
@@ -127,8 +127,7 @@ class Dispatcher:
             return False
         if replica.quarantined and not (pipeline.last_quarantined and ready):
             return self._step(replica, self._rows_in_quarantine(replica), 1)
-        unsure = pipeline.last_quarantined or BatchKind.SPECULATE in pipeline.failed
-        if ready and unsure and not pipeline.batches:
+        if ready and pipeline.last_quarantined and not pipeline.batches:
             return self._step(replica, self._next_rows(replica), 1)
         prompts_wait = False
         # Nearly always a full replica has nothing to fill, and then nothing of it is worked out.

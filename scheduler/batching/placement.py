@@ -21,8 +21,7 @@ request holds up one replica, not the cluster, and it waits at most until that r
 
 A sequence in quarantine (see `faults`) goes with others in quarantine only, to a replica with
 nothing in flight, and not to one that is excluded for it. If it cannot go at once, it reserves the
-replica. Where no other replica could hold it, it lets all pass that did not fail here while the
-last prefill of this replica failed: if theirs does not, the replica is not at fault.
+replica.
 
 A resident moves to a replica with fewer of them where that gains more than the prefill of its
 content costs. Batches take turns: with R residents a row steps once in ceil(R / rows_max) of them.
@@ -102,19 +101,14 @@ def best_replica(sequence: Sequence, pool: Pool) -> ReplicaRecord | None:
 
 def next_placement(replica: ReplicaRecord, pool: Pool, tokens: int) -> Placement:
     """What this replica takes for a prefill batch of so many tokens, rows in quarantine first."""
-    unsound = BatchKind.PREFILL in replica.pipeline.failed
-    placement = _next_quarantined(replica, pool, again=not unsound)
+    placement = _next_quarantined(replica, pool)
     if placement.chunks or placement.reserve is not None:
         return placement
-    placement = _next_rows(replica, pool, tokens)
-    if unsound and not (placement.chunks or placement.reserve is not None or replica.partial):
-        placement = _next_quarantined(replica, pool, again=True)
-    return placement
+    return _next_rows(replica, pool, tokens)
 
 
-def _next_quarantined(replica: ReplicaRecord, pool: Pool, again: bool) -> Placement:
-    """Waiting rows in quarantine that go here by themselves. `again`: also those that failed on
-    this replica, if no other could hold them."""
+def _next_quarantined(replica: ReplicaRecord, pool: Pool) -> Placement:
+    """Waiting rows in quarantine that go here by themselves."""
     placement = Placement()
     config, chunks = pool.config, placement.chunks
     rows_most = min(config.prefill_rows_max, config.residents_max - replica.load)
@@ -122,8 +116,7 @@ def _next_quarantined(replica: ReplicaRecord, pool: Pool, again: bool) -> Placem
     for sequence in pool.waiting.quarantined():
         if replica.draining or not replica.could_hold(sequence):
             continue
-        failed_here = replica.id in sequence.excluded_replicas
-        if failed_here and (not again or excluded(replica, sequence, pool)):
+        if excluded(replica, sequence, pool):
             continue
         assert sequence.record.rows_limit is not None
         rows_most = min(rows_most, sequence.record.rows_limit)

@@ -2,11 +2,10 @@
 
 Pure rules over the failure records of sequences; the scheduler moves the sequences.
 
-A failed batch (the model raised, memory ran out) is halved: its rows may run in batches of half as
-many, so a batch that was only too large succeeds, and a row that breaks every batch is alone in
-the end. Only failing alone counts against a row, and the replica on which it failed is then
-excluded for it while another could hold it, so that a broken replica is not mistaken for a broken
-row.
+A failed batch (memory ran out, a bug) is halved: its rows may run in batches of half as many, so a
+batch that was only too large succeeds, and a row that breaks every batch is alone in the end. Only
+failing alone counts against a row (the worker has seen that the replica is sound), and the replica
+on which it failed is then excluded for it while another could hold it.
 
 Of a replica that dies any row of any batch in flight may be the cause, also of the batch queued
 second, for a result may be lost with the process that made it. All go into quarantine: n of them
@@ -29,24 +28,16 @@ from scheduler.state import InFlight, Pool, ReplicaRecord, Sequence
 
 KILLS_MAX_FACTOR = 4
 """A row that kills alone `failures_max` times this often fails, though it commits in between."""
-ATTEMPTS_MAX_FACTOR = 4
-"""A row fails after `failures_max` times so many failed attempts alone, whatever the reason."""
 PROBATION_TOKENS = 4
 """For so many tokens more it stays in quarantine, for each death after the first."""
 
 
-def batch_failed(rows: Iterable[Sequence], batch_size: int, replica_id: str, counts: bool) -> None:
-    """A batch of `batch_size` rows failed on a live replica; `rows` are the live ones.
-
-    `counts`: the replica has run such batches since one failed last; else it may be the replica
-    that is broken, and the row gets more attempts, also on the one that replaces it.
-    """
+def batch_failed(rows: Iterable[Sequence], batch_size: int, replica_id: str) -> None:
+    """A batch of `batch_size` rows failed on a sound replica; `rows` are the live ones."""
     for sequence in rows:
         record = sequence.record
         if batch_size == 1:
-            record = replace(
-                record, failures=record.failures + counts, attempts=record.attempts + 1
-            )
+            record = replace(record, failures=record.failures + 1)
             if replica_id not in sequence.excluded_replicas:
                 sequence.excluded_replicas.append(replica_id)
         _quarantine(sequence, record, max(batch_size // 2, 1), broke_at=sequence.length)
@@ -91,8 +82,6 @@ def is_guilty(sequence: Sequence, in_flight: int, failures_max: int) -> bool:
     """Whether a row fails for good, after `in_flight` rows were in flight with it."""
     record = sequence.record
     if record.kills >= KILLS_MAX_FACTOR * failures_max:
-        return True
-    if record.attempts >= ATTEMPTS_MAX_FACTOR * failures_max:
         return True
     return in_flight == 1 and record.failures >= failures_max
 

@@ -104,8 +104,6 @@ class Pipeline:
     last_kind: BatchKind | None = None
     last_quarantined: bool = False
     """Whether the batch that was sent last is one of rows in quarantine."""
-    failed: set[BatchKind] = field(default_factory=set)
-    """Kinds of batch of which the last one that was answered failed."""
 
     def __len__(self) -> int:
         return len(self.batches)

@@ -15,6 +15,7 @@ from functools import cache
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from cluster.frontend.target_text import TargetText
+from replicas.calibration import probe
 from replicas.config import ReplicaConfig
 from scheduler.messages import Batch, BatchKind, ReplicaSpec, RowResult, StepResult, StepTimes
 
@@ -91,6 +92,9 @@ class FakeReplica:
     def release(self, sequence_ids: Iterable[str]) -> None:
         for sequence_id in sequence_ids:
             self._residents.pop(sequence_id, None)
+
+    def probe(self) -> None:
+        probe(self)
 
     def step(self, batch: Batch, interrupted: Callable[[], bool] = lambda: False) -> StepResult:
         start = time.perf_counter()

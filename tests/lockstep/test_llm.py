@@ -190,7 +190,9 @@ def test_a_prompt_that_fails_is_named_and_the_others_are_written(tmp_path: Path)
     tokenizer.save_pretrained(tmp_path)
     broken = LLM(str(tmp_path), draft=None, dtype="float16", **TINY)
     params = SamplingParams(max_tokens=4, ignore_eos=True)
-    with pytest.raises(PromptFailed, match=r"^prompt 1: NotFinite: ") as caught:
+    with pytest.raises(
+        PromptFailed, match=r"^prompt 1: the logits after 4 tokens are not finite"
+    ) as caught:
         broken.generate([PROMPTS[0], bad, PROMPTS[1]], params, progress=False)
     first, failed, last = caught.value.completions
     assert failed is None

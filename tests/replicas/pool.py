@@ -10,7 +10,15 @@ from itertools import count
 import pytest
 
 from replicas.replica import Replica
-from scheduler.messages import Batch, BatchKind, PrefillRow, SamplingParams, StepResult, StepRow
+from scheduler.messages import (
+    Batch,
+    BatchKind,
+    PrefillRow,
+    RowFailure,
+    SamplingParams,
+    StepResult,
+    StepRow,
+)
 from tests.reference import plain_greedy
 from tests.tiny_pairs import VOCAB, target_model
 
@@ -26,6 +34,7 @@ class Client:
         self.prompts: dict[str, int] = {}
         self.blocks: dict[str, int] = {}
         self.filled: dict[str, int] = {}
+        self.failures: dict[str, RowFailure] = {}
         self._stop = stop
         self._batches = 0
 
@@ -77,6 +86,8 @@ class Client:
         result = self.replica.step(batch)
         for row in result.rows:
             self.contents[row.sequence_id].extend(row.tokens)
+            if row.failure is not None:
+                self.failures[row.sequence_id] = row.failure
         if isinstance(self.replica, Replica):
             self.replica.check_integrity()
         return result

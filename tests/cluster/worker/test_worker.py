@@ -14,15 +14,15 @@ from typing import Any
 import pytest
 
 from cluster.worker.worker import ReplicaUnhealthy, Worker
-from scheduler.messages import Batch, BatchKind
-from tests.cluster.fakes import ClockAhead, FakeReplica, perfect
+from scheduler.messages import Batch, BatchKind, FinishReason
+from tests.cluster.fakes import ClockAhead, FakeReplica
 from tests.cluster.pool.rig import CONFIG, Stuck, check, shards
 from tests.cluster.wire import Wire, until
 
 
 class Failing(FakeReplica):
     """Raises on the batches that `fails` says, by how many there were; `for_good`: it is broken
-    then."""
+    then, and knows it."""
 
     def __init__(self, fails: Callable[[int, Batch], bool], for_good: bool = False) -> None:
         super().__init__()
@@ -58,29 +58,37 @@ async def ended(worker: Worker, match: str) -> ReplicaUnhealthy:
     return raised.value
 
 
-async def test_a_result_that_cannot_be_sent_is_a_failed_batch() -> None:
+@pytest.mark.parametrize("kind", [BatchKind.PREFILL, BatchKind.SPECULATE])
+async def test_a_row_whose_answer_cannot_be_sent_fails_alone(kind: BatchKind) -> None:
     async with shards(1) as w:
-        step, spoiled = w.fakes[0].step, []
+        step, batches = w.fakes[0].step, []
+        unsendable, *others = (w.submit([5, 6, number], 20) for number in range(7, 10))
 
         def spoil(batch: Any, interrupted: Callable[[], bool]) -> Any:
             result = step(batch, interrupted)
-            if batch.kind is BatchKind.PREFILL and not spoiled:
-                spoiled.append(batch.id)
-                w.fakes[0].release(row.sequence_id for row in batch.prefill)
-                (row, *_) = result.rows
-                return replace(result, rows=(replace(row, extras=(object(),)),))
-            return result
+            batches.append(batch.id)
+            rows = (
+                replace(row, extras=(object(),))
+                if batch.kind is kind and row.sequence_id == unsendable.pool_id
+                else row
+                for row in result.rows
+            )
+            return replace(result, rows=tuple(rows))
 
         w.fakes[0].step = spoil  # type: ignore[method-assign]
-        live = w.submit([5, 6, 7], 20)
-        await live.ended.wait()
-        assert live.tokens == perfect([5, 6, 7], 20)
-        assert spoiled
+        await check(others)
+        await unsendable.ended.wait()
+        assert unsendable.finish is not None
+        assert unsendable.finish.reason is FinishReason.FAILED
+        assert "cannot be sent" in unsendable.finish.message
+        assert all(live.finish.usage.recovered == 0 for live in others), "no batch ran again"
 
 
 async def test_a_batch_that_fails_is_tried_again() -> None:
     async with shards(0) as w:
-        worker = await w.add_replica(fake=Failing(lambda begun, _batch: begun in (2, 3)))
+        worker = await w.add_replica(
+            fake=Failing(lambda begun, batch: batch.id and begun in (2, 5))
+        )
         live = w.submit([7, 8], 10)
         await check([live])
         worker.check()
@@ -91,7 +99,7 @@ async def test_a_replica_whose_batches_of_a_kind_all_fail_is_unhealthy(kind: Bat
     async with shards(0) as w:
         worker = await w.add_replica(fake=Failing(lambda _begun, batch: batch.kind is kind))
         live = w.submit([7, 8], 10)
-        await ended(worker, "in a row")
+        await ended(worker, "no batch can run")
         assert live.finish is None, "the replica is broken, not the request"
         await w.add_replica()
         await check([live])

@@ -91,6 +91,8 @@ async def test_a_request_pays_for_what_it_used(keys: Path, monkeypatch: pytest.M
 class Breaking(FakeReplica):
     """Fails every step, as a model that runs out of memory does."""
 
+    def probe(self) -> None: ...
+
     def step(self, batch: Batch, *args: Any, **options: Any) -> StepResult:
         raise MemoryError("out of memory")
 
@@ -129,8 +131,7 @@ async def test_no_log_holds_what_a_client_said_or_was_told(
         f'{{"{MARK}":1}}',
     ]
     answers: list[list[int]] = []
-    patient = {"failures_max": 1000}
-    async with frontend(config=keyed(keys, actors=patient)) as made:
+    async with frontend(config=keyed(keys)) as made:
         for authorization in (f"Bearer {key}", f"Bearer {key}{MARK}"):
             for request in requests:
                 context = Context(authorization)
