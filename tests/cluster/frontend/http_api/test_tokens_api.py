@@ -16,7 +16,7 @@ from cluster.config_sources import from_args
 from cluster.frontend.bounded import BoundedWork
 from cluster.frontend.structure import Structure
 from cluster.frontend.target_text import TargetText
-from replicas import decoding
+from replicas import grammars
 from scheduler.errors import InvalidRequest
 from tests.cluster.fakes import CONTEXT
 from tests.cluster.frontend.http_rig import ENCODER, TEXT, beginning, http, http_frontend, post
@@ -113,12 +113,12 @@ async def test_tokens_that_llguidance_cannot_read_have_names_and_no_structures()
 async def test_no_request_waits_for_the_names(monkeypatch: pytest.MonkeyPatch) -> None:
     made_of: list[object] = []
 
-    class Counted(decoding.Grammars):
+    class Counted(grammars.Grammars):
         def __init__(self, *args: Any) -> None:
             made_of.append(args)
             super().__init__(*args)
 
-    monkeypatch.setattr(decoding, "Grammars", Counted)
+    monkeypatch.setattr(grammars, "Grammars", Counted)
     async with http_frontend() as app:
         assert len(made_of) == 1
         await post(app, "completions", prompt=PROMPT, echo=True, logprobs=1, max_tokens=1)
