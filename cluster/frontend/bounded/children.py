@@ -9,7 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from functools import partial
+from typing import Any, TypeVar
 
 from cluster.frontend.bounded.process import Bounds, Child, ChildDied, TooBusy
 from scheduler.errors import LockstepError, Overloaded
@@ -17,6 +19,10 @@ from scheduler.errors import LockstepError, Overloaded
 _CHILDREN = 2
 """Of each job; the second one starts once two tenants have work at the same time."""
 _TRIES = 2
+
+_T = TypeVar("_T")
+Run = Callable[[bytes], Coroutine[Any, Any, bytes]]
+"""Asks a child, and returns its result."""
 
 _log = logging.getLogger("lockstep.frontend")
 
@@ -56,6 +62,7 @@ class Children:
         """Tenants with a piece of work under way."""
         self._waiting: dict[str, deque[asyncio.Future[_Place]]] = {}
         """By tenant; the first one has waited longest for its turn."""
+        self._at_work: set[asyncio.Task[Any]] = set()
         self._closed = False
 
     def start(self) -> None:
@@ -75,30 +82,48 @@ class Children:
         running = [place.running for place in self._places]
         return [child.pid for child in running if child is not None and child.alive]
 
-    async def do(self, work: bytes, tenant: str) -> bytes:
-        """The result. Raises WorkRefused, Overloaded, ChildrenFailed and ChildrenClosed. A cancel
-        ends the child.
+    async def at_turn(self, tenant: str, work: Callable[[Run], Coroutine[Any, Any, _T]]) -> _T:
+        """What `work` returns, which begins when the tenant has its turn, and has a child do things
+        then. A cancel ends the wait; work that has begun goes on, since to end a child costs more.
 
-        A child that ends without a fault of the work is replaced, and the work done once more.
+        Raises what `work` raises, Overloaded, and by its `Run` WorkRefused, ChildrenFailed and
+        ChildrenClosed.
         """
         place = await self._turn(tenant)
+        task = asyncio.create_task(self._turn_of(tenant, place, work))
+        self._at_work.add(task)
+        task.add_done_callback(self._ended)
+        return await asyncio.shield(task)
+
+    async def _turn_of(
+        self, tenant: str, place: _Place, work: Callable[[Run], Coroutine[Any, Any, _T]]
+    ) -> _T:
         try:
-            for _ in range(_TRIES):
-                try:
-                    return await self._child(place).do(work)
-                except (ChildDied, OSError) as error:
-                    _log.error("a process for bounded work ended: %s", error)
-            raise _failed()
+            return await work(partial(self._run, place))
         except TooBusy:
             raise _too_busy() from None
         finally:
             self._turn_over(tenant, place)
 
-    def do_now(self, work: bytes) -> bytes:
-        """As `do`, for a caller that has no event loop, and has one piece of work at a time."""
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._at_work.discard(task)
+        if not task.cancelled():
+            task.exception()  # Its call may have gone; this says that somebody has looked at it.
+
+    async def _run(self, place: _Place, asked: bytes) -> bytes:
+        """A child that ends without a fault of the work is replaced, and asked once more."""
         for _ in range(_TRIES):
             try:
-                return self._child(self._places[-1]).do_now(work)
+                return await self._child(place).do(asked)
+            except (ChildDied, OSError) as error:
+                _log.error("a process for bounded work ended: %s", error)
+        raise _failed()
+
+    def run_now(self, asked: bytes) -> bytes:
+        """For a caller that has no event loop, and one piece of work at a time."""
+        for _ in range(_TRIES):
+            try:
+                return self._child(self._places[-1]).do_now(asked)
             except (ChildDied, OSError) as error:
                 _log.error("a process for bounded work ended: %s", error)
             except TooBusy:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
 import tempfile
 from collections import OrderedDict
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import IO, TYPE_CHECKING, Any, TypeVar
+from functools import partial
+from typing import IO, TYPE_CHECKING, Any
 
-from cluster.frontend.bounded.children import Children
+from cluster.frontend.bounded.children import Children, Run
 from cluster.frontend.bounded.process import Bounds, Child, TooMuch, WorkRefused
 from cluster.frontend.prompts import ChatPrompt
 from cluster.frontend.structure import Structure
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from cluster.config import FrontendConfig
     from cluster.frontend.target_text import TargetText
 
-_T = TypeVar("_T")
 _VERDICTS_MAX = 256
 _VERDICT_BYTES_MAX = 16 << 20
 """Of the grammars that are kept, in all."""
@@ -80,10 +79,7 @@ class BoundedWork:
 
     def __init__(self, text: TargetText, config: FrontendConfig) -> None:
         self._text = text
-        self._tasks: set[asyncio.Task[Any]] = set()
         self._verdicts = _Verdicts()
-        self._checks: dict[tuple[str, bytes], asyncio.Task[_Verdict]] = {}
-        """Those under way, by tenant and structure."""
         self._target: IO[bytes] | None = None
         limits = (config.bounded_s_max, config.bounded_mb_max)
         self._templates = Children(
@@ -118,13 +114,13 @@ class BoundedWork:
         """The text that the chat template makes of a conversation."""
         work = self._template_work(prompt)
         with _refusals_of_template():
-            made = await asyncio.shield(self._task(self._templates.do(work, tenant)))
+            made = await self._templates.at_turn(tenant, lambda run: run(work))
         return made.decode("utf-8", "surrogatepass")
 
     def rendered_now(self, prompt: ChatPrompt) -> str:
         work = self._template_work(prompt)
         with _refusals_of_template():
-            made = self._templates.do_now(work)
+            made = self._templates.run_now(work)
         return made.decode("utf-8", "surrogatepass")
 
     async def grammar(
@@ -137,11 +133,8 @@ class BoundedWork:
         work, key = self._structure_work(structure, committed)
         verdict = self._verdicts.get(key)
         if verdict is None:
-            check = self._checks.get((tenant, key))
-            if check is None:
-                check = self._task(self._checked(work, key, tenant))
-                self._checks[tenant, key] = check
-            verdict = await asyncio.shield(check)
+            check = partial(self._checked, work, key)
+            verdict = await self._structures.at_turn(tenant, check)
         return verdict.grammar_for(structure.field)
 
     def grammar_now(self, structure: Structure) -> str:
@@ -149,33 +142,21 @@ class BoundedWork:
         verdict = self._verdicts.get(key)
         if verdict is None:
             try:
-                verdict = _Verdict(*json.loads(self._structures.do_now(work)))
+                verdict = _Verdict(*json.loads(self._structures.run_now(work)))
             except WorkRefused as refused:
                 verdict = _Verdict(refusal=str(refused))
             self._verdicts.put(key, verdict)
         return verdict.grammar_for(structure.field)
 
-    async def _checked(self, work: bytes, key: bytes, tenant: str) -> _Verdict:
-        try:
-            verdict = _Verdict(*json.loads(await self._structures.do(work, tenant)))
-        except WorkRefused as refused:
-            verdict = _Verdict(refusal=str(refused))
-        finally:
-            del self._checks[tenant, key]
-        self._verdicts.put(key, verdict)
+    async def _checked(self, work: bytes, key: bytes, run: Run) -> _Verdict:
+        verdict = self._verdicts.get(key)  # Another call may have had it while this one waited.
+        if verdict is None:
+            try:
+                verdict = _Verdict(*json.loads(await run(work)))
+            except WorkRefused as refused:
+                verdict = _Verdict(refusal=str(refused))
+            self._verdicts.put(key, verdict)
         return verdict
-
-    def _task(self, work: Coroutine[Any, Any, _T]) -> asyncio.Task[_T]:
-        """Work goes on without the call that asked for it: to end a child costs more."""
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._task_ended)
-        return task
-
-    def _task_ended(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled():
-            task.exception()  # The call may have gone; this says that it was looked at.
 
     def _template_work(self, prompt: ChatPrompt) -> bytes:
         told = self._text.told_template(prompt)

@@ -400,6 +400,27 @@ async def test_work_goes_on_without_its_call() -> None:
         assert work.pids == [pid]
 
 
+async def test_a_call_that_goes_while_it_waits_leaves_its_place_to_others() -> None:
+    config = from_args({"frontend": {"bounded_s_max": 20, "requests_max": 1}})
+    with working(tiny_text(), config) as work:
+        await work.grammar(Structure("regex", ["a"]))
+        [pid] = work.pids
+        os.kill(pid, signal.SIGSTOP)
+        first, second, third = (
+            asyncio.create_task(work.grammar(Structure("regex", [text]))) for text in "bcd"
+        )
+        await asyncio.sleep(0)
+        with pytest.raises(Overloaded):
+            await third
+        second.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await second
+        fourth = asyncio.create_task(work.grammar(Structure("regex", ["e"])))
+        await asyncio.sleep(0)
+        os.kill(pid, signal.SIGCONT)
+        assert len(await asyncio.gather(first, fourth)) == 2
+
+
 def ticks(pid: int) -> int:
     """Of processor time."""
     user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
