@@ -1,4 +1,4 @@
-"""What a step costs more with a grammar, with log-probabilities, with penalties.
+"""What a step costs more with eight grammars, with log-probabilities, with penalties.
 
     python -m benchmarks.decoding --target DIR --questions spec_bench.jsonl --json out.json
 
@@ -30,15 +30,28 @@ from scheduler.decoding import Decoding
 from scheduler.messages import Request, StepResult
 
 PLAIN = "plain"
-LONG_LIST = json.dumps({"type": "array", "items": {"type": "string"}, "minItems": 1000})
-"""Of a schema that no answer completes, so that all ways write as many tokens."""
+ITEMS: Sequence[dict[str, Any]] = (
+    {"type": "string"},
+    {"type": "integer"},
+    {"type": "number"},
+    {"enum": ["yes", "no", "maybe"]},
+    {"type": "string", "pattern": "^[A-Z][a-z]+( [a-z]+)*$"},
+    {"type": "array", "items": {"type": "boolean"}},
+    {"type": "object", "properties": {"a": {"type": "string"}, "b": {"type": "integer"}}},
+    {"anyOf": [{"type": "null"}, {"type": "string", "maxLength": 20}]},
+)
+GRAMMARS = [
+    grammar_of("json_schema", [json.dumps({"type": "array", "items": items, "minItems": 1000})])
+    for items in ITEMS
+]
+"""Of lists that no answer completes, so that all ways write as many tokens."""
 
 
-def asking(request: Request, way: str) -> Request:
+def asking(number: int, request: Request, way: str) -> Request:
     count = len(request.prompt)
     decoding = {
         PLAIN: None,
-        "grammar": Decoding(count, grammar=grammar_of("json_schema", [LONG_LIST])),
+        "grammars": Decoding(count, grammar=GRAMMARS[number % len(GRAMMARS)]),
         "top-5 logprobs": Decoding(count, logprobs=5),
         "penalties": Decoding(
             count, repetition_penalty=1.1, frequency_penalty=0.5, presence_penalty=0.5
@@ -58,7 +71,7 @@ class AskingWay(MeasuredWay):
         self.step_s: list[float] = []
 
     def begin(self, requests: Sequence[Request]) -> None:
-        super().begin([asking(request, self._way) for request in requests])
+        super().begin([asking(*each, self._way) for each in enumerate(requests)])
 
     def _figures(self, results: Sequence[StepResult]) -> Any:
         full = [one for one in results if one.steps]
@@ -88,7 +101,7 @@ def main() -> None:
         settings = SchedulerConfig(rows_max=batch, draft_len=args.k)
         ways = {
             name: AskingWay(name, replica, settings)
-            for name in (PLAIN, "grammar", "top-5 logprobs", "penalties")
+            for name in (PLAIN, "grammars", "top-5 logprobs", "penalties")
         }
         for way in ways.values():
             outputs = way(requests)

@@ -26,7 +26,6 @@ from replicas.stopwatch import Stopwatch
 from scheduler.messages import RowFailure
 
 _NO_TOKEN = -1
-_STRUCK_OUT = -2
 _RAGGED = 0.75
 """Share of the tokens of equally long rows from which on all are checked as if they were."""
 
@@ -148,8 +147,8 @@ def _verify(
     widths: Sequence[int],
     watch: Stopwatch,
 ) -> tuple[list[list[int]], list[torch.Tensor]]:
-    """The target's choice after each token, below 0 where there is none; and the hidden states that
-    the drafter taps."""
+    """The target's choice after each token, _NO_TOKEN where it saw none or its logits are no
+    numbers; and the hidden states that the drafter taps."""
     sampling, noise, inside = rows.sampling, rows.noise, None
     checked = tokens
     if min(widths) < tokens.shape[1]:  # each token is a row of its own
@@ -178,8 +177,7 @@ def of_numbers(
     logits: torch.Tensor,  # [rows, width, vocab]
     sampling: SamplingBatch,
 ) -> torch.Tensor:  # [rows, width], int64
-    """The choices, _NO_TOKEN for those of logits with a NaN, _STRUCK_OUT for those of none but
-    -inf.
+    """The choices, _NO_TOKEN for those of logits with a NaN, or of none but -inf.
 
     argmax takes a NaN for the greatest, so a greedy choice shows it. A sampled one does not: one
     NaN spreads to all scores there, and any token may be the first of them.
@@ -190,8 +188,7 @@ def of_numbers(
         best = logits.gather(-1, chosen[..., None])[..., 0]
     if best.is_cpu and best.amin().item() > -math.inf:
         return chosen
-    chosen = chosen.masked_fill(best.isnan(), _NO_TOKEN)
-    return chosen.masked_fill(best == -math.inf, _STRUCK_OUT)
+    return chosen.masked_fill((best > -math.inf).logical_not(), _NO_TOKEN)
 
 
 def _outcome(
@@ -210,10 +207,11 @@ def _outcome(
         while right < draft_len and drafted[row][right] == tokens[right]:
             right += 1
         # The accepted tokens stand, whatever comes behind them.
-        last = tokens[right]
-        if last < 0 and row not in absent:
-            outcome.failures[row] = _failure(last, len(rows.contents[row]) + right, row, hooks)
-        mine = list(tokens[: right + (last >= 0)])
+        known = tokens[right] != _NO_TOKEN
+        if not known and row not in absent:
+            length = len(rows.contents[row]) + right
+            outcome.failures[row] = RowFailure(f"the logits after {length} tokens are not finite")
+        mine = list(tokens[: right + known])
         outcome.committed.append([] if row in absent else mine)
         outcome.accepted.append(0 if row in absent else right)
     if hooks is not None:
@@ -222,13 +220,6 @@ def _outcome(
         for row in hooks.failures:
             outcome.accepted[row] = min(outcome.accepted[row], len(outcome.committed[row]))
     return outcome
-
-
-def _failure(choice: int, length: int, row: int, hooks: DecodingRows | None) -> RowFailure:
-    """Why nothing could be chosen behind so many tokens of a row."""
-    if choice == _STRUCK_OUT and hooks is not None and (field := hooks.strikes(row)):
-        return RowFailure(f"with it no token may follow the first {length} tokens", field)
-    return RowFailure(f"the logits after {length} tokens are not finite")
 
 
 def _seen(

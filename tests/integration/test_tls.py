@@ -1,5 +1,5 @@
 """Proves: behind the shipped nginx configuration only those with the right certificates are served,
-what they send arrives unchanged, and an address of their own goes with it.
+what they send arrives unchanged, an address of their own goes with it, and limits hold per address.
 
 Real nginx, real TLS, real gRPC; behind it a server that answers without models.
 """
@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import ssl
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -22,6 +24,7 @@ from typer.testing import CliRunner
 
 from cluster.cli.main import main
 from cluster.client import NO_RETRY, AsyncClient, Client, RetryPolicy, Tls
+from cluster.frontend.http_api.edge import error_body
 from protos import lockstep_pb2 as pb, lockstep_pb2_grpc
 from tests.cluster.fakes import perfect
 from tests.cluster.scripted import PROMPT, PROMPT_IDS, Script, joined
@@ -178,6 +181,85 @@ def test_the_closed_variant_wants_certificates_over_http_too(closed: Terminator)
     assert caught.value.code == 401
     with over_http(closed, "/healthz", known=True) as answer:
         assert answer.status == 200
+
+
+# --------------------------------------------------------------------------- limits
+
+
+@pytest.fixture(scope="module")
+def tight(tmp_path_factory: pytest.TempPathFactory, behind: Behind) -> Iterator[Terminator]:
+    """With limits that a test can reach, on calls at once and on headers that do not come."""
+    lower = {
+        "limit_conn calls_at_once 1024;": "limit_conn calls_at_once 1;",
+        "client_header_timeout 10s;": "client_header_timeout 1s;",
+    }
+    yield from run_nginx(tmp_path_factory.mktemp("tight"), behind, lower)
+
+
+TOO_MANY_GRPC = (StatusCode.RESOURCE_EXHAUSTED, "1")
+TOO_MANY_HTTP = (
+    429,
+    "1",
+    error_body("RESOURCE_EXHAUSTED", "too many calls from this address", 429),
+)
+
+
+def over_grpc(terminator: Terminator) -> tuple[StatusCode, str | None]:
+    """The code of one call, which is not made again, and after how long it may be."""
+    with Client(terminator.address, tls=terminator.anonymous, retry=NO_RETRY) as client:
+        try:
+            client.generate(REQUEST)
+        except grpc.RpcError as error:
+            return error.code(), dict(error.trailing_metadata()).get("retry-after")
+    return StatusCode.OK, None
+
+
+def refused_over_http(terminator: Terminator) -> tuple[int, str | None, Any] | None:
+    try:
+        over_http(terminator, "/v1/models").close()
+    except urllib.error.HTTPError as error:
+        return error.code, error.headers["retry-after"], json.load(error)
+    return None
+
+
+def test_more_calls_than_the_rate_allows_are_refused(tmp_path: Path, behind: Behind) -> None:
+    # One at once and one more within the minute.
+    lower = {"rate=100r/s": "rate=1r/m", "burst=400": "burst=1"}
+    for terminator in run_nginx(tmp_path, behind, lower):
+        served_twice = [over_grpc(terminator) for _ in range(2)]
+        assert served_twice == [(StatusCode.OK, None)] * 2
+        assert over_grpc(terminator) == TOO_MANY_GRPC
+        assert refused_over_http(terminator) == TOO_MANY_HTTP
+
+
+def test_more_calls_at_once_than_allowed_are_refused_and_the_others_go_on(
+    tight: Terminator,
+) -> None:
+    READ.clear()
+    with over_http(tight, "/v1/chat/completions", b"{}") as running:
+        assert running.readline() == b"first\n"
+        assert over_grpc(tight) == TOO_MANY_GRPC
+        assert refused_over_http(tight) == TOO_MANY_HTTP
+        READ.set()
+        assert running.readline() == b"second\n"
+    # nginx forgets the call a moment after its end.
+    deadline_s = time.monotonic() + WAIT_S
+    while refused_over_http(tight):
+        assert time.monotonic() < deadline_s
+
+
+def test_headers_that_are_too_large_or_do_not_come_end_the_call(tight: Terminator) -> None:
+    host, port = tight.address.split(":")
+    context = ssl.create_default_context(cafile=str(tight.files / "ca.crt"))
+    # Three of these have room in nginx's own buffers, which hold more than ours.
+    large = "".join(f"x-{number}: {'y' * 7000}\r\n" for number in range(3))
+    for headers, answer in ((large + "\r\n", b"HTTP/1.1 400 "), ("x-1: y", b"")):
+        with (
+            socket.create_connection((host, int(port)), WAIT_S) as plain,
+            context.wrap_socket(plain, server_hostname=host) as secure,
+        ):
+            secure.sendall(f"GET /healthz HTTP/1.1\r\nhost: {host}\r\n{headers}".encode())
+            assert secure.recv(len(b"HTTP/1.1 400 ")) == answer
 
 
 # --------------------------------------------------------------------------- the command

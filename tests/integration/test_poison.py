@@ -1,0 +1,125 @@
+"""Proves, on a real cluster of two replicas: requests made to break it, from clients that ask
+again, end with a status of their own, and the sound streams beside them neither change nor wait.
+
+Four clients send 200 of them, of every kind that once took replicas down or stood them still. The
+longest pause of a sound stream is compared with the longest without poison, on the same cluster.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections import Counter
+from collections.abc import Mapping
+
+import httpx
+import pytest
+
+from cluster.client import AsyncClient
+from protos import lockstep_pb2 as pb
+from tests.chaos.hosted import HostedCluster
+from tests.integration.conftest import Expected
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+STREAMS, TOKENS = 50, 96
+POISONED, CLIENTS, RETRIES = 200, 4, 2
+LATE_S = 0.5
+PROMPTS = [f"sound {'stream ' * (n % 5)}number {n}" for n in range(STREAMS)]
+
+
+def optional(count: int, kind: str) -> dict[str, object]:
+    names = (f"k{number}" for number in range(count))
+    return {"type": "object", "properties": {name: {"type": kind} for name in names}}
+
+
+CIRCLE = {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}
+AMBIGUOUS = 'start: e\ne: e e e | e e | "a" | "b" | ""'
+POISON: list[Mapping[str, object]] = [
+    {"structured_outputs": {"choice": [f"opt{number}" for number in range(2000)]}},
+    {"structured_outputs": {"choice": [f"opt{number}" for number in range(3000)]}},
+    {"structured_outputs": {"json": CIRCLE}},
+    {"structured_outputs": {"json": optional(500, "string")}},
+    {"structured_outputs": {"json": {"anyOf": [{"type": "null"}, optional(600, "integer")]}}},
+    {"structured_outputs": {"json": {"type": "integer", "multipleOf": 1500007}}},
+    {"structured_outputs": {"json": {"type": "integer", "multipleOf": 400009}}},
+    {"structured_outputs": {"grammar": AMBIGUOUS}, "max_tokens": 300},
+    {"structured_outputs": {"grammar": "start: ("}},
+    {"structured_outputs": {"regex": "[ab]{9}"}, "repetition_penalty": 1e38},
+    {"repetition_penalty": 1e39},
+    {"temperature": 1e-300, "logit_bias": {"5": 100}},
+    {"prompt": [[5] * 100] * 100, "echo": True, "logprobs": 20},
+]
+"""The fields of a request, beside a prompt."""
+
+
+async def poisoned(http: httpx.AsyncClient, model: str, seen: Counter[int]) -> None:
+    """One client of four: its share, one after the other, each again where the server is at
+    fault, as SDKs do."""
+    for number in range(POISONED // CLIENTS):
+        fields = {"prompt": f"x{number}", "max_tokens": 8} | POISON[number % len(POISON)]
+        for _ in range(1 + RETRIES):
+            answer = await http.post("/v1/completions", json={"model": model, **fields})
+            seen[answer.status_code] += 1
+            if answer.status_code < 500:
+                break
+        assert answer.status_code in (200, 400, 429), (fields, answer.text)
+        if answer.status_code == 400:
+            assert json.loads(answer.text)["error"]["param"], (fields, answer.text)
+
+
+async def streamed(many: AsyncClient, prompt: str) -> tuple[list[int], float]:
+    """The tokens, and the longest pause before any of them."""
+    tokens, longest_s, last_s = list[int](), 0.0, time.monotonic()
+    request = pb.GenerateRequest(prompt=prompt, max_new_tokens=TOKENS, ignore_eos=True)
+    async for chunk in many.stream(request):
+        if chunk.token_ids:
+            now_s = time.monotonic()
+            longest_s, last_s = max(longest_s, now_s - last_s), now_s
+            tokens += chunk.token_ids
+    return tokens, longest_s
+
+
+async def sound(many: AsyncClient, until: asyncio.Event) -> tuple[list[list[int]], float]:
+    """All streams at once, again until the event; the answers and the longest pause."""
+    answers, longest_s = list[list[int]](), 0.0
+    while not answers or not until.is_set():
+        ended = await asyncio.gather(*(streamed(many, prompt) for prompt in PROMPTS))
+        answers += [tokens for tokens, _ in ended]
+        longest_s = max(longest_s, *(pause_s for _, pause_s in ended))
+    return answers, longest_s
+
+
+async def played(cluster: HostedCluster, poison: bool) -> tuple[list[list[int]], float]:
+    done = asyncio.Event()
+    model = cluster.config.model_name
+    timeout = httpx.Timeout(120.0)
+    seen: Counter[int] = Counter()
+    async with (
+        AsyncClient(cluster.address) as many,
+        httpx.AsyncClient(base_url=cluster.http, timeout=timeout) as http,
+        asyncio.TaskGroup() as group,
+    ):
+        running = group.create_task(sound(many, done))
+        if poison:
+            sent = (poisoned(http, model, seen) for _ in range(CLIENTS))
+            await asyncio.gather(*sent)
+        done.set()
+    print("statuses of poison:", dict(seen))
+    return running.result()
+
+
+def test_poison_takes_no_replica_down_and_no_sound_stream_waits_for_it(
+    cluster: HostedCluster, expected: Expected
+) -> None:
+    before = {replica.id for replica in cluster.wait_for_replicas(2).replicas}
+    asyncio.run(played(cluster, poison=False))  # whatever is slow the first time only
+    _, usual_s = asyncio.run(played(cluster, poison=False))
+    answers, longest_s = asyncio.run(played(cluster, poison=True))
+    print(f"longest pause: {usual_s:.2f} s without poison, {longest_s:.2f} s with it")
+    right = expected(PROMPTS, TOKENS)
+    assert answers == right * (len(answers) // STREAMS)
+    status = cluster.wait_until_idle()
+    assert {replica.id for replica in status.replicas} == before, "a replica has left"
+    assert longest_s <= usual_s + LATE_S
