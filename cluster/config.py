@@ -72,6 +72,13 @@ class FrontendConfig(_Settings):
     message_bytes_max: int = Field(
         4 << 20, ge=1024, description="Longest request on the wire, gRPC message or HTTP body."
     )
+    bounded_s_max: float = Field(
+        2.0,
+        ge=0.01,
+        description="Seconds of a processor that the check of a structure (a JSON schema, an "
+        "expression, a grammar) or the rendering of a chat template may take.",
+    )
+    bounded_mb_max: int = Field(512, ge=16, description="Memory that either may take.")
 
 
 class ServerConfig(_Settings):

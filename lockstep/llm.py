@@ -17,6 +17,7 @@ from pydantic.dataclasses import dataclass as validated
 
 from cluster.cli.terminal import Bars
 from cluster.frontend.admission.control import Caller
+from cluster.frontend.bounded import BoundedWork
 from cluster.frontend.calls import GenerateCall, check_call
 from cluster.frontend.prompts import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from cluster.frontend.requests import drawn_seed, requests_of
@@ -153,6 +154,7 @@ class LLM:
         with given.named():
             self._config = given.settings()
             self._text = TargetText.load(self._config.replica)
+            self._bounded = BoundedWork(self._text, self._config.frontend)
             self._replica = load_replica(self._config.planned_replica)
         self._number = 0
 
@@ -248,9 +250,13 @@ class LLM:
     def _request(self, call: GenerateCall, prompt: Prompt) -> Request:
         text = self._text
         check_call(call, self._config, text.context_len)
-        grammar = "" if call.structure is None else text.grammar(call.structure)
+        grammar = "" if call.structure is None else self._bounded.grammar_now(call.structure)
+        if isinstance(prompt, ChatPrompt):
+            tokens = text.encode_rendered(self._bounded.rendered_now(prompt))
+        else:
+            tokens = text.tokens(prompt)
         call = replace(call, timeout_s=TEN_YEARS_S)
-        [request] = requests_of(call, 0, text.tokens(prompt), text, self._config, grammar)
+        [request] = requests_of(call, 0, tokens, text, self._config, grammar)
         self._number += 1
         return replace(request, id=str(self._number))
 

@@ -11,14 +11,16 @@ import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
+from functools import partial
 
 from grpc import StatusCode
 
 from cluster.config import ClusterConfig
 from cluster.frontend.admission.control import AdmissionControl, Admitted, Caller
 from cluster.frontend.answer import Answer
+from cluster.frontend.bounded import BoundedWork
 from cluster.frontend.calls import GenerateCall, call_field, check_call, check_number
-from cluster.frontend.prompts import Prompt
+from cluster.frontend.prompts import ChatPrompt, Prompt
 from cluster.frontend.requests import drawn_seed, requests_of
 from cluster.frontend.status_codes import Refusal, Refused, refusal_of_error
 from cluster.frontend.target_text import TargetText
@@ -44,10 +46,14 @@ class FrontendService:
         text: TargetText,
         name: str,
         meter: FrontendMeter | None = None,
+        bounded: BoundedWork | None = None,
     ) -> None:
-        """`pools`: one per shard."""
+        """`pools`: one per shard. `bounded`: processes that services share, and that their owner
+        starts and closes; without it this one has its own."""
         self.config = config
         self.text = text
+        self.bounded = bounded or BoundedWork(text, config.frontend)
+        self._owns_bounded = bounded is None
         self.router = ShardRouter(pools, config, name)
         self._meter = meter or FrontendMeter()
         self.admission = AdmissionControl(config.auth, config.frontend)
@@ -55,6 +61,8 @@ class FrontendService:
     def start(self) -> None:
         # Later all streams would stand still for the second that it takes.
         _ = self.text.grammars
+        if self._owns_bounded:
+            self.bounded.start()
         self.router.start()
 
     def check(self) -> None:
@@ -63,6 +71,8 @@ class FrontendService:
 
     async def close(self) -> None:
         await self.router.close()
+        if self._owns_bounded:
+            self.bounded.close()
 
     @property
     def stopping(self) -> asyncio.Event:
@@ -136,12 +146,12 @@ class FrontendService:
         self._check_load(call.sequences)
         grammar = ""
         if call.structure is not None:
-            # To compile one may take a while.
-            of = (call.structure, call.committed_token_ids)
-            grammar = await asyncio.to_thread(self.text.grammar, *of)
+            grammar = await self.bounded.grammar(
+                call.structure, call.committed_token_ids, admitted.tenant
+            )
         requests: list[Request] = []
         for number, prompt in enumerate(call.prompts):
-            tokens = await self.tokens(prompt)
+            tokens = await self.tokens(prompt, admitted.tenant)
             requests += requests_of(
                 call, number, tokens, self.text, self.config, grammar, priority, admitted.tenant
             )
@@ -167,8 +177,12 @@ class FrontendService:
         if unfinished + sequences > self.config.frontend.requests_max:
             raise Overloaded(f"{unfinished} requests are in flight already")
 
-    async def tokens(self, prompt: Prompt) -> tuple[int, ...]:
-        """Those of a prompt; of a long one made off the event loop. Raises InvalidRequest."""
-        if prompt.size <= _TOKENIZE_INLINE:
-            return self.text.tokens(prompt)
-        return await asyncio.to_thread(self.text.tokens, prompt)
+    async def tokens(self, prompt: Prompt, tenant: str = "") -> tuple[int, ...]:
+        """Those of a prompt; of a long one made off the event loop. Raises InvalidRequest, and for
+        a conversation what `BoundedWork` raises."""
+        if isinstance(prompt, ChatPrompt):
+            rendered = await self.bounded.rendered(prompt, tenant)
+            encode, size = partial(self.text.encode_rendered, rendered), len(rendered)
+        else:
+            encode, size = partial(self.text.tokens, prompt), prompt.size
+        return encode() if size <= _TOKENIZE_INLINE else await asyncio.to_thread(encode)

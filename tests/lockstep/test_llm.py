@@ -108,6 +108,20 @@ def test_conversations_are_written_as_the_prompts_of_their_template(
     assert alone.token_ids == answers[1].token_ids
 
 
+def test_a_template_and_a_structure_are_bounded_here_too(llm: LLM, tmp_path: Path) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text("{{ messages[0].content * 10 ** messages[0].content | length }}")
+    model = LLM("tiny", chat_template=str(template), **TINY)
+    said = [{"role": "user", "content": "x" * 11}]
+    with pytest.raises(InvalidRequest, match=r"^prompt 0: messages: .* takes more than 512 MB"):
+        model.chat(said, progress=False)
+    [answer] = model.chat([{"role": "user", "content": "x"}], SamplingParams(choice=["yes"]))
+    assert answer.text == "yes"
+    circular = json.dumps({"$ref": "#"})
+    with pytest.raises(InvalidRequest, match=r"^prompt 0: json_schema: it allows no"):
+        llm.generate("x", SamplingParams(json_schema=circular), progress=False)
+
+
 def test_with_a_seed_of_its_own_a_model_samples_the_same_again() -> None:
     """Every prompt with another one."""
     params = SamplingParams(max_tokens=12, temperature=1)

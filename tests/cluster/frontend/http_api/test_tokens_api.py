@@ -13,13 +13,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from cluster.config_sources import from_args
+from cluster.frontend.bounded import BoundedWork
 from cluster.frontend.structure import Structure
 from cluster.frontend.target_text import TargetText
-from replicas import decoding
+from replicas import grammars
 from scheduler.errors import InvalidRequest
 from tests.cluster.fakes import CONTEXT
 from tests.cluster.frontend.http_rig import ENCODER, TEXT, beginning, http, http_frontend, post
-from tests.cluster.frontend.rig import PROMPT, PROMPT_IDS
+from tests.cluster.frontend.rig import CONFIG, PROMPT, PROMPT_IDS
 
 TURNS = [{"role": "user", "content": "the fox?"}]
 TOOL = {"type": "function", "function": {"name": "look"}}
@@ -95,7 +96,7 @@ def test_the_tokenizers_own_end_of_text_ends_a_turn() -> None:
 # --------------------------------------------------------------------------- names of tokens
 
 
-def test_tokens_that_llguidance_cannot_read_have_names_and_no_structures() -> None:
+async def test_tokens_that_llguidance_cannot_read_have_names_and_no_structures() -> None:
     """They are words and the rest of words, as BERT's."""
     names = ["[UNK]", "</s>", "one", "two", "##s", "three"]
     vocab = {name: number for number, name in enumerate(names)}
@@ -106,18 +107,18 @@ def test_tokens_that_llguidance_cannot_read_have_names_and_no_structures() -> No
     tokens = text.encode("one twos three")
     assert [text.token_bytes(token) for token in tokens] == [b" one", b" two", b"s", b" three"]
     with pytest.raises(InvalidRequest, match=r"^regex: llguidance cannot read"):
-        text.grammar(Structure("regex", ["a+"]))
+        await BoundedWork(text, CONFIG.frontend).grammar(Structure("regex", ["a+"]))
 
 
 async def test_no_request_waits_for_the_names(monkeypatch: pytest.MonkeyPatch) -> None:
     made_of: list[object] = []
 
-    class Counted(decoding.Grammars):
+    class Counted(grammars.Grammars):
         def __init__(self, *args: Any) -> None:
             made_of.append(args)
             super().__init__(*args)
 
-    monkeypatch.setattr(decoding, "Grammars", Counted)
+    monkeypatch.setattr(grammars, "Grammars", Counted)
     async with http_frontend() as app:
         assert len(made_of) == 1
         await post(app, "completions", prompt=PROMPT, echo=True, logprobs=1, max_tokens=1)
