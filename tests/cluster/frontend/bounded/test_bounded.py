@@ -364,7 +364,7 @@ import json
 from cluster.frontend.bounded.process import Bounds, Child
 
 def work(template):
-    return json.dumps([[], {"chat_template": template}]).encode()
+    return json.dumps([[[]], {"chat_template": template}]).encode()
 
 child = Child("rendering", None, Bounds(cpu_s=1000, memory_mb=512, result_bytes=100))
 child.do_now(work("x"))
