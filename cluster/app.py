@@ -49,6 +49,8 @@ SERVICER_FUNCTIONS = (
     "cluster.frontend.grpc_api.handlers.add_HealthServicer_to_server",
 )
 """What Serve's gRPC proxy must be told, by `start` or by a Serve config file."""
+LIMIT_PROXY = "cluster.frontend.proxy.limits.limit_proxy"
+"""What Serve's proxies must call, by a variable of the environment where Ray starts."""
 
 REPLICA = "replica"
 """Name of the replicas' deployment."""

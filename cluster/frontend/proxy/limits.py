@@ -1,0 +1,31 @@
+"""Sets the limits of Serve's proxies: of HTTP requests, and of gRPC's streams.
+
+Serve has no settings for them. It calls what RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH names in
+each proxy's process, before the servers of both protocols are made: that is `limit_proxy`.
+"""
+
+from __future__ import annotations
+
+from ray.serve._private.constants import DEFAULT_GRPC_SERVER_OPTIONS
+from uvicorn.config import HTTP_PROTOCOLS
+
+from cluster.frontend.proxy.bounded_http import BoundedHttp
+
+STREAMS_MAX = 512
+"""Calls at once on one gRPC connection; a client's library lets more wait. Calls that the client has
+reset count until the proxy has seen them."""
+_PENDING_MAX = 32 * STREAMS_MAX
+"""Calls that the proxy has not seen yet, of all connections. Above it, by default above 1,000, gRPC
+cancels calls by chance, whoever sent them."""
+
+
+def limit_proxy() -> None:
+    """Returns None: no middleware."""
+    HTTP_PROTOCOLS["auto"] = f"{BoundedHttp.__module__}:{BoundedHttp.__name__}"
+    DEFAULT_GRPC_SERVER_OPTIONS.extend(
+        [
+            ("grpc.max_concurrent_streams", STREAMS_MAX),
+            ("grpc.server.max_pending_requests", _PENDING_MAX),
+            ("grpc.server.max_pending_requests_hard_limit", _PENDING_MAX),
+        ]
+    )
