@@ -25,6 +25,7 @@ from cluster.config import ClusterConfig
 from cluster.config_sources import from_args
 from cluster.frontend.grpc_api.api import GrpcApi
 from cluster.frontend.http_api.app import http_app
+from cluster.frontend.http_api.pacing import PacedAnswers
 from cluster.frontend.service import FrontendService
 from cluster.frontend.target_text import TargetText
 from cluster.metrics import FrontendMeter, ray_sink
@@ -159,7 +160,9 @@ class FrontendDeployment(GrpcApi):
         self.service.check()
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        return http_app(self.service)
+        app = http_app(self.service)
+        app.add_middleware(PacedAnswers)
+        return app
 
     async def __del__(self) -> None:
         if hasattr(self, "service"):

@@ -19,7 +19,7 @@ from cluster.frontend.admission.control import AdmissionControl, Admitted, Calle
 from cluster.frontend.answer import Answer
 from cluster.frontend.calls import GenerateCall, call_field, check_call, check_number
 from cluster.frontend.prompts import Prompt
-from cluster.frontend.requests import drawn_seed, requests_of
+from cluster.frontend.requests import check_logprobs, drawn_seed, requests_of
 from cluster.frontend.status_codes import Refusal, Refused, refusal_of_error
 from cluster.frontend.target_text import TargetText
 from cluster.frontend.text import TextStream
@@ -140,11 +140,14 @@ class FrontendService:
             of = (call.structure, call.committed_token_ids)
             grammar = await asyncio.to_thread(self.text.grammar, *of)
         requests: list[Request] = []
+        logprobs = 0
         for number, prompt in enumerate(call.prompts):
             tokens = await self.tokens(prompt)
-            requests += requests_of(
+            made = requests_of(
                 call, number, tokens, self.text, self.config, grammar, priority, admitted.tenant
             )
+            logprobs = check_logprobs(made, logprobs, self.config)
+            requests += made
         # Others came while tokens were made; from here on none can.
         self._check_load(call.sequences)
         admitted.charge(sum(request.length_max for request in requests))

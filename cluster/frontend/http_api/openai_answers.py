@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import time
 import uuid
@@ -14,6 +13,7 @@ from typing import Any, NamedTuple
 from cluster.frontend.answer import Answer, AnswerSequence
 from cluster.frontend.calls import Delta, GenerateCall, SequenceEnd
 from cluster.frontend.http_api.openai_models import AnyRequest, ChatRequest
+from cluster.frontend.json_text import LongArray, array, json_pieces
 from cluster.frontend.prompts import TextPrompt
 from cluster.frontend.target_text import TargetText
 from cluster.frontend.text import special_ids
@@ -115,6 +115,7 @@ class OpenAIAnswer:
         self._seed = 0
         self._written: list[_Written] = []
         self._ends: dict[int, SequenceEnd] = {}
+        self._names: dict[int, str] = {}
 
     def begin(self, answer: Answer) -> None:
         self._seed = answer.seed(0) or 0
@@ -125,18 +126,18 @@ class OpenAIAnswer:
             for sequence, place in zip(sequences, places, strict=True)
         ]
 
-    def whole(self, deltas: Iterable[Delta]) -> dict[str, Any]:
-        """`deltas`: one of each sequence, with all of it."""
+    def whole(self, deltas: Iterable[Delta]) -> Iterable[str]:
+        """Its text, in pieces; `deltas`: one of each sequence, with all of it."""
         choices = [self._choice(delta) for delta in sorted(deltas, key=lambda delta: delta.index)]
-        return self._object(choices, chunk=False) | self._costs()
+        return json_pieces(self._object(choices, chunk=False) | self._costs())
 
-    def event(self, said: Mapping[str, Any], told_usage: bool = False) -> str:
-        """As it is sent, with its id."""
+    def event(self, said: Mapping[str, Any], told_usage: bool = False) -> Iterable[str]:
+        """As it is sent, with its id, in pieces."""
         places = [one.place for one in self._written]
         name = EventId(self.id, self._seed, places, told_usage)
-        return f"id: {name}\ndata: {json.dumps(said)}\n\n"
+        return chain([f"id: {name}\ndata: "], json_pieces(said), ["\n\n"])
 
-    def next_event(self, delta: Delta) -> str | None:
+    def next_event(self, delta: Delta) -> Iterable[str] | None:
         """None: the client has it already."""
         choice = self._choice(delta)
         one = self._written[delta.index]
@@ -145,10 +146,10 @@ class OpenAIAnswer:
         one.place = Place(one.place.tokens + len(delta.tokens), delta.end is not None)
         return self.event(self._object([choice]) | ({"usage": None} if self._with_usage else {}))
 
-    def last_events(self) -> Iterator[str]:
+    def last_events(self) -> Iterator[Iterable[str]]:
         if self._with_usage and not (self._last is not None and self._last.told_usage):
             yield self.event(self._object([]) | self._costs(), told_usage=True)
-        yield "data: [DONE]\n\n"
+        yield ["data: [DONE]\n\n"]
 
     # ------------------------------------------------------------------ parts
 
@@ -237,25 +238,34 @@ class OpenAIAnswer:
             at = len(self.asked.committed_token_ids)
             seen = one.sequence.live.tokens[at : at + before]
             self._logprobs([*self._of_prompt(one), *((token, None) for token in seen)], one)
-        rows: list[tuple[str, float | None, dict[str, float] | None, int]] = []
-        for token, said in told:
-            name, top = self._name(token), dict[str, float]()
-            # Tokens that are part of a character may have one name: the likeliest has it.
-            for other, logprob in () if said is None else (*said.top, (token, said.logprob)):
-                top.setdefault(self._name(other), logprob)
-            rows.append((name, None if said is None else said.logprob, top or None, one.chars))
+        names = [self._name(token) for token, _ in told]
+        offsets = []
+        for (token, _), name in zip(told, names, strict=True):
+            offsets.append(one.chars)
             one.chars += self._width(token, name, one)
-        names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
-        return {name: [row[at] for row in rows] for at, name in enumerate(names)}
+        return {
+            "tokens": array(names, str),
+            "token_logprobs": array(told, lambda of: None if of[1] is None else of[1].logprob),
+            "top_logprobs": array(told, self._top),
+            "text_offset": array(offsets, int),
+        }
+
+    def _top(self, told: tuple[int, TokenLogprobs | None]) -> dict[str, float] | None:
+        """Tokens that are part of a character may have one name: the likeliest has it."""
+        token, said = told
+        top = dict[str, float]()
+        for other, logprob in () if said is None else (*said.top, (token, said.logprob)):
+            top.setdefault(self._name(other), logprob)
+        return top or None
 
     def _chat_logprobs(self, told: Sequence[tuple[int, TokenLogprobs | None]]) -> dict[str, Any]:
-        content = [
-            self._named(token, said.logprob)
-            | {"top_logprobs": [self._named(*other) for other in said.top]}
-            for token, said in told
-            if said is not None
-        ]
-        return {"content": content, "refusal": None}
+        known = [(token, said) for token, said in told if said is not None]
+        return {"content": array(known, self._token_of_chat), "refusal": None}
+
+    def _token_of_chat(self, told: tuple[int, TokenLogprobs]) -> dict[str, Any]:
+        token, said = told
+        top = [self._named(*other) for other in said.top]
+        return self._named(token, said.logprob) | {"top_logprobs": top}
 
     def _named(self, token: int, logprob: float) -> dict[str, Any]:
         return {
@@ -264,25 +274,26 @@ class OpenAIAnswer:
             "bytes": list(self._text.token_bytes(token)),
         }
 
-    def _prompt_logprobs(self, one: _Written) -> list[dict[str, Any] | None]:
-        """By token: the likeliest ones and the one that stands there."""
-        every: list[dict[str, Any] | None] = []
-        for token, said in one.told_of_prompt:
-            if said is None:
-                every.append(None)
-                continue
-            ranks = {other: (rank, value) for rank, (other, value) in enumerate(said.top, 1)}
-            ranks[token] = (said.rank, said.logprob)
-            every.append(
-                {
-                    str(other): {"logprob": value, "rank": rank, "decoded_token": self._name(other)}
-                    for other, (rank, value) in ranks.items()
-                }
-            )
-        return every
+    def _prompt_logprobs(self, one: _Written) -> list[Any] | LongArray:
+        return array(one.told_of_prompt, self._ranked)
+
+    def _ranked(self, told: tuple[int, TokenLogprobs | None]) -> dict[str, Any] | None:
+        """The likeliest tokens and the one that stands there, by their ids."""
+        token, said = told
+        if said is None:
+            return None
+        ranks = {other: (rank, value) for rank, (other, value) in enumerate(said.top, 1)}
+        ranks[token] = (said.rank, said.logprob)
+        return {
+            str(other): {"logprob": value, "rank": rank, "decoded_token": self._name(other)}
+            for other, (rank, value) in ranks.items()
+        }
 
     def _name(self, token: int) -> str:
-        return self._text.token_bytes(token).decode(errors="replace")
+        if (name := self._names.get(token)) is None:
+            name = self._text.token_bytes(token).decode(errors="replace")
+            self._names[token] = name
+        return name
 
     def _width(self, token: int, name: str, one: _Written) -> int:
         """Characters of the text that the token there stands for: a special one for none in an
