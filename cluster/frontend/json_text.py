@@ -37,7 +37,7 @@ def array(items: Sequence[_T], value: Callable[[_T], Any]) -> list[Any] | LongAr
 
 
 def json_pieces(value: Any) -> Iterator[str]:
-    """The text of a value that may hold long arrays: in fields, and in those of objects in lists."""
+    """The text of a value that may hold long arrays: in fields, and in objects that lists hold."""
     if isinstance(value, LongArray):
         yield "["
         for at in range(0, len(value.items), _ITEMS):

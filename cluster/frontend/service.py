@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 from grpc import StatusCode
 
@@ -32,6 +34,22 @@ from scheduler.messages import Request
 
 _TOKENIZE_INLINE = 8192
 """A prompt of more bytes, or tokens, is made tokens on a thread, off the event loop."""
+_TURNS_MAX = 64
+"""Calls for tokens alone at once; each holds its text while it waits."""
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerTurn:
+    """Work for one call that asks for tokens alone."""
+
+    threads: ThreadPoolExecutor
+    count: Callable[[int], None]
+    """Count so many tokens against the key's rate."""
+
+    async def run(self, work: Callable[..., _T], *args: Any) -> _T:
+        """Off the event loop, one call after the other, and not before prompts of other calls."""
+        return await asyncio.get_running_loop().run_in_executor(self.threads, work, *args)
 
 
 class FrontendService:
@@ -51,6 +69,10 @@ class FrontendService:
         self.router = ShardRouter(pools, config, name)
         self._meter = meter or FrontendMeter()
         self.admission = AdmissionControl(config.auth, config.frontend)
+        # Each holds up all else of this process for a tenth of a second when it has a long text.
+        self._tokenizers = ThreadPoolExecutor(2, "tokenizer")
+        self._token_calls = ThreadPoolExecutor(1, "token_calls")
+        self._turns = 0
 
     def start(self) -> None:
         # Later all streams would stand still for the second that it takes.
@@ -63,6 +85,8 @@ class FrontendService:
 
     async def close(self) -> None:
         await self.router.close()
+        for threads in (self._tokenizers, self._token_calls):
+            threads.shutdown(wait=False, cancel_futures=True)
 
     @property
     def stopping(self) -> asyncio.Event:
@@ -174,4 +198,21 @@ class FrontendService:
         """Those of a prompt; of a long one made off the event loop. Raises InvalidRequest."""
         if prompt.size <= _TOKENIZE_INLINE:
             return self.text.tokens(prompt)
-        return await asyncio.to_thread(self.text.tokens, prompt)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._tokenizers, self.text.tokens, prompt)
+
+    @asynccontextmanager
+    async def tokenizing(self, caller: Caller) -> AsyncIterator[TokenizerTurn]:
+        """A call for tokens alone: a request in flight as any other. Raises Refused."""
+        with self.refusals():
+            admitted = self.admission.admit(caller)
+            try:
+                if self._turns >= _TURNS_MAX:
+                    raise Overloaded(f"{self._turns} calls wait for the tokenizer already")
+                self._turns += 1
+                try:
+                    yield TokenizerTurn(self._token_calls, admitted.spend)
+                finally:
+                    self._turns -= 1
+            finally:
+                admitted.close()

@@ -73,9 +73,7 @@ class GrpcApi:
                     if delta.end.refusal is not None:
                         raise Refused(delta.end.refusal)
                     parts = await _parts(delta)
-                    choices[delta.index] = pb.GenerateResponse(
-                        request_id=call.request_id, **parts
-                    )
+                    choices[delta.index] = pb.GenerateResponse(request_id=call.request_id, **parts)
                 first, *others = choices
                 first.others.extend(others)
                 return self._sendable(first)

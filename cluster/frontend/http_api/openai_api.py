@@ -5,13 +5,10 @@ Only translates, like the gRPC edge. What it does not support it refuses by name
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
-from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
-from itertools import chain, islice
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
@@ -26,6 +23,7 @@ from cluster.frontend.http_api.edge import (
     refusal_body,
     refusal_response,
 )
+from cluster.frontend.http_api.long_json import send_json, send_pieces
 from cluster.frontend.http_api.openai_answers import EventId, OpenAIAnswer
 from cluster.frontend.http_api.openai_models import (
     AnyRequest,
@@ -37,9 +35,6 @@ from cluster.frontend.service import FrontendService
 from cluster.frontend.status_codes import Refused
 
 log = logging.getLogger("lockstep.frontend")
-
-_PART_BYTES = 1 << 18
-"""About so much of a long answer is sent at once."""
 
 
 def openai_router(service: FrontendService) -> APIRouter:
@@ -118,49 +113,26 @@ class _CallResponse(Response):
                         streaming = True
                         await _start(send)
                     if (event := shape.next_event(delta)) is not None:
-                        await _send_pieces(send, event)
+                        await send_pieces(send, event)
             if not streaming:
-                await _send_whole(send, shape.whole(deltas))
+                await send_json(send, shape.whole(deltas))
                 return
             for event in shape.last_events():
-                await _send_pieces(send, event)
+                await send_pieces(send, event)
         except Refused as refused:
             refusal = shape.asked.renamed(refused.refusal)
             if not streaming:
                 await refusal_response(refusal)(scope, receive, send)
                 return
-            await _send_pieces(send, shape.event(refusal_body(refusal)))
+            await send_pieces(send, shape.event(refusal_body(refusal)))
         except Exception:
             if not streaming:
                 raise
             log.exception("%s failed", scope["path"])
-            await _send_pieces(send, shape.event(refusal_body(UNEXPECTED)))
+            await send_pieces(send, shape.event(refusal_body(UNEXPECTED)))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-async def _send_whole(send: Send, pieces: Iterable[str]) -> None:
-    first, *others = islice(pieces := iter(pieces), 2)
-    headers = [(b"content-type", b"application/json")]
-    if not others:
-        headers.append((b"content-length", str(len(first.encode())).encode()))
-    await send({"type": "http.response.start", "status": 200, "headers": headers})
-    await _send_pieces(send, chain([first], others, pieces))
-    await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 async def _start(send: Send) -> None:
     headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
-
-
-async def _send_pieces(send: Send, pieces: Iterable[str]) -> None:
-    """Log-probabilities may be more than Serve's processes pass on in one message, and writing them
-    takes seconds: other calls go on between two pieces."""
-    part = bytearray()
-    for piece in pieces:
-        part += piece.encode()
-        if len(part) >= _PART_BYTES:
-            await send({"type": "http.response.body", "body": bytes(part), "more_body": True})
-            part.clear()
-            await asyncio.sleep(0)
-    await send({"type": "http.response.body", "body": bytes(part), "more_body": True})

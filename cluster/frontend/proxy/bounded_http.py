@@ -1,4 +1,4 @@
-"""uvicorn's HTTP protocol with bounds: on what comes before a body, and on how long a request takes.
+"""uvicorn's HTTP protocol with bounds: on what comes before a body, and on the time of a request.
 
 Its parser gathers a header piece by piece, in time that grows with the square of its length, and
 waits for the rest of a request without a bound. Here a request that is over a bound is refused, and

@@ -12,8 +12,8 @@ from uvicorn.config import HTTP_PROTOCOLS
 from cluster.frontend.proxy.bounded_http import BoundedHttp
 
 STREAMS_MAX = 512
-"""Calls at once on one gRPC connection; a client's library lets more wait. Calls that the client has
-reset count until the proxy has seen them."""
+"""Calls at once on one gRPC connection; a client's library lets more wait. A call that the client
+has reset counts until the proxy has seen it."""
 _PENDING_MAX = 32 * STREAMS_MAX
 """Calls that the proxy has not seen yet, of all connections. Above it, by default above 1,000, gRPC
 cancels calls by chance, whoever sent them."""
