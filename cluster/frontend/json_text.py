@@ -29,7 +29,7 @@ class LongArray:
     """Of an item."""
 
 
-def array(items: Sequence[_T], value: Callable[[_T], Any]) -> list[Any] | LongArray:
+def json_array(items: Sequence[_T], value: Callable[[_T], Any]) -> list[Any] | LongArray:
     """A plain list, if it is short."""
     if len(items) <= _ITEMS:
         return [value(item) for item in items]

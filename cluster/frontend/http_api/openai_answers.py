@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from cluster.frontend.answer import Answer, AnswerSequence
 from cluster.frontend.calls import Delta, GenerateCall, SequenceEnd
 from cluster.frontend.http_api.openai_models import AnyRequest, ChatRequest
-from cluster.frontend.json_text import LongArray, array, json_pieces
+from cluster.frontend.json_text import LongArray, json_array, json_pieces
 from cluster.frontend.prompts import TextPrompt
 from cluster.frontend.target_text import TargetText
 from cluster.frontend.text import special_ids
@@ -244,10 +244,10 @@ class OpenAIAnswer:
             offsets.append(one.chars)
             one.chars += self._width(token, name, one)
         return {
-            "tokens": array(names, str),
-            "token_logprobs": array(told, lambda of: None if of[1] is None else of[1].logprob),
-            "top_logprobs": array(told, self._top),
-            "text_offset": array(offsets, int),
+            "tokens": json_array(names, str),
+            "token_logprobs": json_array(told, lambda of: None if of[1] is None else of[1].logprob),
+            "top_logprobs": json_array(told, self._top),
+            "text_offset": json_array(offsets, int),
         }
 
     def _top(self, told: tuple[int, TokenLogprobs | None]) -> dict[str, float] | None:
@@ -260,7 +260,7 @@ class OpenAIAnswer:
 
     def _chat_logprobs(self, told: Sequence[tuple[int, TokenLogprobs | None]]) -> dict[str, Any]:
         known = [(token, said) for token, said in told if said is not None]
-        return {"content": array(known, self._token_of_chat), "refusal": None}
+        return {"content": json_array(known, self._token_of_chat), "refusal": None}
 
     def _token_of_chat(self, told: tuple[int, TokenLogprobs]) -> dict[str, Any]:
         token, said = told
@@ -275,7 +275,7 @@ class OpenAIAnswer:
         }
 
     def _prompt_logprobs(self, one: _Written) -> list[Any] | LongArray:
-        return array(one.told_of_prompt, self._ranked)
+        return json_array(one.told_of_prompt, self._ranked)
 
     def _ranked(self, told: tuple[int, TokenLogprobs | None]) -> dict[str, Any] | None:
         """The likeliest tokens and the one that stands there, by their ids."""

@@ -16,7 +16,7 @@ from cluster.config_sources import from_args
 from cluster.frontend.http_api import pacing
 from cluster.frontend.http_api.long_json import LongJson
 from cluster.frontend.http_api.pacing import PART_BYTES_MIN, NotTaken, PacedAnswers
-from cluster.frontend.json_text import LongArray, array, json_pieces
+from cluster.frontend.json_text import LongArray, json_array, json_pieces
 from protos import lockstep_pb2 as pb
 from tests.cluster.frontend.http_rig import TEXT, http_frontend, post, served
 from tests.cluster.frontend.rig import PROMPT_IDS, both, frontend
@@ -36,7 +36,7 @@ def doubled(value: int) -> dict[str, int]:
 @pytest.mark.parametrize("size", [0, 1, 64, 65, 128, 1000])
 def test_a_long_array_is_written_as_a_list_is(size: int) -> None:
     short = [doubled(value) for value in VALUES[:size]]
-    long = array(VALUES[:size], doubled)
+    long = json_array(VALUES[:size], doubled)
     assert isinstance(long, LongArray) is (size > 64)
     value = {"a": "ä\n", "b": [{"c": long, "d": None}, {"c": []}], "e": {"f": long}, "g": [1, 2]}
     plain = {"a": "ä\n", "b": [{"c": short, "d": None}, {"c": []}], "e": {"f": short}, "g": [1, 2]}
@@ -50,7 +50,7 @@ def test_what_a_long_array_holds_is_made_as_it_is_written() -> None:
         made.append(value)
         return value
 
-    pieces = json_pieces({"a": array(VALUES, noted)})
+    pieces = json_pieces({"a": json_array(VALUES, noted)})
     assert made == []
     while not made:
         next(pieces)
@@ -121,7 +121,7 @@ async def test_an_answer_whose_parts_are_never_taken_ends(monkeypatch: pytest.Mo
 
 async def test_an_answer_of_many_parts_is_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each part has a bound, and other tasks run between two of them."""
-    value = {"a": array(VALUES * 100, doubled)}
+    value = {"a": json_array(VALUES * 100, doubled)}
     turns = 0
 
     async def others() -> None:
