@@ -26,6 +26,8 @@ _FINISH_REASONS: Mapping[FinishReason, str] = {
     FinishReason.STOP: "stop",
     FinishReason.LENGTH: "length",
 }
+_TOLD_AT_ONCE = 4096
+"""Tokens with log-probabilities; a place in the text is found for each in about a microsecond."""
 _LAST_EVENT_ID = "last-event-id"
 _PLACE = r"\d{1,9}e?"
 _EVENT_ID = re.compile(
@@ -128,8 +130,25 @@ class OpenAIAnswer:
 
     def whole(self, deltas: Iterable[Delta]) -> Iterable[str]:
         """Its text, in pieces; `deltas`: one of each sequence, with all of it."""
-        choices = [self._choice(delta) for delta in sorted(deltas, key=lambda delta: delta.index)]
+        deltas = sorted(deltas, key=lambda delta: delta.index)
+        told = sum(
+            len(delta.logprobs) + len(self._written[delta.index].sequence.prompt_logprobs)
+            for delta in deltas
+        )
+        if told > _TOLD_AT_ONCE:
+            return self._choice_by_choice(deltas)
+        choices = [self._choice(delta) for delta in deltas]
         return json_pieces(self._object(choices, chunk=False) | self._costs())
+
+    def _choice_by_choice(self, deltas: Sequence[Delta]) -> Iterator[str]:
+        """The same text. To make all choices before the first is written would take a second."""
+        [around] = json_pieces(self._object([], chunk=False))
+        yield around.removesuffix("]}")
+        for number, delta in enumerate(deltas):
+            yield "," * (number > 0)
+            yield from json_pieces(self._choice(delta))
+        [costs] = json_pieces(self._costs())
+        yield "]," + costs.removeprefix("{")
 
     def event(self, said: Mapping[str, Any], told_usage: bool = False) -> Iterable[str]:
         """As it is sent, with its id, in pieces."""

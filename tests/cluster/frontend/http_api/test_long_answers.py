@@ -13,7 +13,7 @@ import pytest
 from starlette.types import Message, Receive, Scope, Send
 
 from cluster.config_sources import from_args
-from cluster.frontend.http_api import pacing
+from cluster.frontend.http_api import openai_answers, pacing
 from cluster.frontend.http_api.long_json import LongJson
 from cluster.frontend.http_api.pacing import PART_BYTES_MIN, NotTaken, PacedAnswers
 from cluster.frontend.json_text import LongArray, json_array, json_pieces
@@ -197,3 +197,22 @@ async def test_prompts_count_together() -> None:
         assert (await post(app, "completions", prompt=[PROMPT_IDS] * 5, **fields)).status == 200
         answer = await post(app, "completions", prompt=[PROMPT_IDS] * 6, **fields)
         assert (answer.status, answer.error["param"]) == (400, "prompt_logprobs")
+
+
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+async def test_an_answer_that_is_written_choice_by_choice_is_the_same(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fields: dict[str, Any] = {"max_tokens": 100, "n": 3, "prompt_logprobs": 2, "seed": 1}
+    fields |= {"prompt": [PROMPT_IDS] * 2, "echo": True, "logprobs": 2}
+    if path.startswith("chat"):
+        fields |= {"messages": [{"role": "user", "content": "the fox?"}], "logprobs": True}
+        fields |= {"top_logprobs": 2, "prompt": None, "echo": None}
+    told = []
+    for most in (10_000, 0):
+        monkeypatch.setattr(openai_answers, "_TOLD_AT_ONCE", most)
+        async with http_frontend(text=TEXT) as app:
+            answer = await post(app, path, **fields)
+        assert answer.status == 200
+        told.append({name: answer.json[name] for name in ("model", "choices", "usage")})
+    assert told[0] == told[1]
