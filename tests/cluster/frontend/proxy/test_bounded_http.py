@@ -86,9 +86,11 @@ class Peer:
 class Server:
     application: Application
     port: int
+    peers: list[Peer] = field(default_factory=list)
 
     async def connect(self) -> Peer:
-        return Peer(*await asyncio.open_connection("127.0.0.1", self.port))
+        self.peers.append(Peer(*await asyncio.open_connection("127.0.0.1", self.port)))
+        return self.peers[-1]
 
 
 @asynccontextmanager
@@ -102,12 +104,15 @@ async def serving(**settings: Any) -> AsyncIterator[Server]:
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         task = asyncio.create_task(server._serve(sockets=[listening]))
+        made = Server(application, listening.getsockname()[1])
         try:
             async with asyncio.timeout(BOUND_S):
                 while not server.started:
                     await asyncio.sleep(0)
-                yield Server(application, listening.getsockname()[1])
+                yield made
         finally:
+            for peer in made.peers:
+                peer.writer.close()
             server.should_exit = server.force_exit = True
             await task
 
