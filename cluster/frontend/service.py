@@ -48,7 +48,7 @@ class TokenizerTurn:
     """Count so many tokens against the key's rate."""
 
     async def run(self, work: Callable[..., _T], *args: Any) -> _T:
-        """Off the event loop, one call after the other, and not before prompts of other calls."""
+        """Off the event loop, one call after the other; prompts have threads of their own."""
         return await asyncio.get_running_loop().run_in_executor(self.threads, work, *args)
 
 
@@ -73,6 +73,8 @@ class FrontendService:
         self._tokenizers = ThreadPoolExecutor(2, "tokenizer")
         self._token_calls = ThreadPoolExecutor(1, "token_calls")
         self._turns = 0
+        self.writing = asyncio.Lock()
+        """Held while a part of a long answer is made."""
 
     def start(self) -> None:
         # Later all streams would stand still for the second that it takes.

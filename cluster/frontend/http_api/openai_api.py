@@ -100,6 +100,7 @@ class _CallResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         shape, deltas, streaming = self._shape, list[Delta](), False
+        turns = self._service.writing
         try:
             async with self._service.open(self._call) as answer:
                 shape.begin(answer)
@@ -113,23 +114,23 @@ class _CallResponse(Response):
                         streaming = True
                         await _start(send)
                     if (event := shape.next_event(delta)) is not None:
-                        await send_pieces(send, event)
+                        await send_pieces(send, event, turns)
             if not streaming:
-                await send_json(send, shape.whole(deltas))
+                await send_json(send, shape.whole(deltas), turns)
                 return
             for event in shape.last_events():
-                await send_pieces(send, event)
+                await send_pieces(send, event, turns)
         except Refused as refused:
             refusal = shape.asked.renamed(refused.refusal)
             if not streaming:
                 await refusal_response(refusal)(scope, receive, send)
                 return
-            await send_pieces(send, shape.event(refusal_body(refusal)))
+            await send_pieces(send, shape.event(refusal_body(refusal)), turns)
         except Exception:
             if not streaming:
                 raise
             log.exception("%s failed", scope["path"])
-            await send_pieces(send, shape.event(refusal_body(UNEXPECTED)))
+            await send_pieces(send, shape.event(refusal_body(UNEXPECTED)), turns)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 

@@ -109,7 +109,7 @@ def tokens_router(service: FrontendService) -> APIRouter:
         if asked.return_token_strs:
             names = cache(lambda token: text.token_bytes(token).decode(errors="replace"))
             answer["token_strs"] = json_array(tokens, names)
-        return LongJson(answer)
+        return LongJson(answer, service.writing)
 
     @router.post("/detokenize")
     async def detokenize(request: Request) -> Response:
@@ -122,7 +122,7 @@ def tokens_router(service: FrontendService) -> APIRouter:
         async with service.tokenizing(caller) as turn:
             turn.count(len(asked.tokens))
             prompt = await turn.run(_decoded, service.text, asked.tokens)
-        return LongJson({"prompt": prompt})
+        return LongJson({"prompt": prompt}, service.writing)
 
     return router
 

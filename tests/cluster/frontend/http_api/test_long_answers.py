@@ -14,7 +14,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from cluster.config_sources import from_args
 from cluster.frontend.http_api import openai_answers, pacing
-from cluster.frontend.http_api.long_json import LongJson
+from cluster.frontend.http_api.long_json import LongJson, send_pieces
 from cluster.frontend.http_api.pacing import PART_BYTES_MIN, NotTaken, PacedAnswers
 from cluster.frontend.json_text import LongArray, json_array, json_pieces
 from protos import lockstep_pb2 as pb
@@ -136,12 +136,47 @@ async def test_an_answer_of_many_parts_is_the_answer(monkeypatch: pytest.MonkeyP
         sent.append(message)
 
     running = asyncio.ensure_future(others())
-    await LongJson(value)({}, None, send)  # type: ignore[arg-type]
+    await LongJson(value, asyncio.Lock())({}, None, send)  # type: ignore[arg-type]
     running.cancel()
     bodies = [message["body"] for message in sent[1:]]
     assert json.loads(b"".join(bodies)) == {"a": [doubled(of) for of in VALUES * 100]}
-    assert max(map(len, bodies)) < (1 << 18) + (1 << 14)
+    assert max(map(len, bodies)) < (1 << 16) + (1 << 14)
     assert turns >= len(bodies) - 2 > 2
+
+
+async def test_of_all_long_answers_one_part_is_made_at_a_time() -> None:
+    """Between two rounds of the event loop, however many are written."""
+    made = rounds = 0
+    most = 0
+
+    def value(item: int) -> str:
+        nonlocal made
+        made += 1
+        return "x" * 1000
+
+    async def others() -> None:
+        nonlocal made, most, rounds
+        while True:
+            rounds += 1
+            most, made = max(most, made), 0
+            await asyncio.sleep(0)
+
+    async def send(message: Message) -> None:
+        pass
+
+    async def write() -> None:
+        await send_pieces(send, json_pieces(json_array(VALUES, value)), turns)
+
+    turns = asyncio.Lock()
+    running = asyncio.ensure_future(others())
+    writing = asyncio.gather(*(write() for _ in range(20)))
+    await asyncio.sleep(0)  # Their first parts.
+    await asyncio.sleep(0)
+    made = most = 0
+    await writing
+    running.cancel()
+    assert rounds > 20
+    assert 0 < most <= 2 * 64
 
 
 # --------------------------------------------------------------------------- the bound
