@@ -48,6 +48,7 @@ APP_NAME = "lockstep"
 SERVICER_FUNCTIONS = (
     "cluster.frontend.grpc_api.handlers.add_LockstepServicer_to_server",
     "cluster.frontend.grpc_api.handlers.add_HealthServicer_to_server",
+    "cluster.frontend.proxy.limits.limit_http",
 )
 """What Serve's gRPC proxy must be told, by `start` or by a Serve config file."""
 LIMIT_PROXY = "cluster.frontend.proxy.limits.limit_proxy"

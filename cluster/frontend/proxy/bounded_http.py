@@ -174,7 +174,8 @@ class BoundedHttp(HttpToolsProtocol):
         self._bound = bound
         if self.transport.is_closing():
             return
-        if self._answering and (self._in_head or self.cycle.response_started):
+        answered = not self._in_head and self.cycle is not None and self.cycle.response_complete
+        if answered or (self._answering and (self._in_head or self.cycle.response_started)):
             self.transport.close()
             return
         if self._answering:

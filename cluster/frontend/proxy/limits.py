@@ -1,7 +1,9 @@
 """Sets the limits of Serve's proxies: of HTTP requests, and of gRPC's streams.
 
-Serve has no settings for them. It calls what RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH names in
-each proxy's process, before the servers of both protocols are made: that is `limit_proxy`.
+Serve has no settings for them. In each proxy's process, before its servers are made, it calls what
+RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH names: that is `limit_proxy`. Where Ray runs without that
+variable there are still the limits of HTTP: Serve calls `limit_http` as one of the functions that
+make gRPC's handlers, which it does before uvicorn chooses a protocol.
 """
 
 from __future__ import annotations
@@ -19,9 +21,14 @@ _PENDING_MAX = 32 * STREAMS_MAX
 cancels calls by chance, whoever sent them."""
 
 
+def limit_http(_servicer: object = None, _server: object = None) -> None:
+    """Has the arguments of a servicer function, and adds no handler."""
+    HTTP_PROTOCOLS["auto"] = f"{BoundedHttp.__module__}:{BoundedHttp.__name__}"
+
+
 def limit_proxy() -> None:
     """Returns None: no middleware."""
-    HTTP_PROTOCOLS["auto"] = f"{BoundedHttp.__module__}:{BoundedHttp.__name__}"
+    limit_http()
     DEFAULT_GRPC_SERVER_OPTIONS.extend(
         [
             ("grpc.max_concurrent_streams", STREAMS_MAX),

@@ -35,8 +35,14 @@ class Application:
     """Requests whose client was gone before their end."""
     hold: asyncio.Event | None = None
     """Where there is one, an answer begins, and ends when this is set."""
+    early: bool = False
+    """Answers without reading."""
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if self.early:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": b"early"})
+            return
         size, more = 0, True
         while more:
             message = await receive()
@@ -241,6 +247,17 @@ async def test_a_body_that_does_not_end_in_time_is_refused_and_its_application_h
         while not server.application.left:
             await asyncio.sleep(0)
         assert server.application.seen == []
+
+
+async def test_a_body_that_does_not_end_behind_its_answer_gets_no_second_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fast(monkeypatch, "BODY_S")
+    async with serving(early=True) as server:
+        peer = await server.connect()
+        await peer.send(POST + b"content-length: 3\r\n\r\nab")
+        assert await peer.answer() == (200, "early")
+        assert await peer.reader.read() == b""
 
 
 async def test_bytes_behind_a_request_do_not_cut_its_answer(
