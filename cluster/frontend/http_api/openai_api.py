@@ -23,8 +23,9 @@ from cluster.frontend.http_api.edge import (
     refusal_body,
     refusal_response,
 )
+from cluster.frontend.http_api.event_ids import EventId
 from cluster.frontend.http_api.long_json import send_json, send_pieces
-from cluster.frontend.http_api.openai_answers import EventId, OpenAIAnswer
+from cluster.frontend.http_api.openai_answers import OpenAIAnswer
 from cluster.frontend.http_api.openai_models import (
     AnyRequest,
     ChatRequest,

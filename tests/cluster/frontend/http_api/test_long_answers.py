@@ -13,10 +13,11 @@ import pytest
 from starlette.types import Message, Receive, Scope, Send
 
 from cluster.config_sources import from_args
-from cluster.frontend.http_api import openai_answers, pacing
+from cluster.frontend.http_api import openai_answers
 from cluster.frontend.http_api.long_json import LongJson, send_pieces
-from cluster.frontend.http_api.pacing import PART_BYTES_MIN, NotTaken, PacedAnswers
 from cluster.frontend.json_text import LongArray, json_array, json_pieces
+from cluster.frontend.proxy import pacing
+from cluster.frontend.proxy.pacing import PART_BYTES_MIN, NotTaken, PacedAnswers
 from protos import lockstep_pb2 as pb
 from tests.cluster.frontend.http_rig import TEXT, http_frontend, post, served
 from tests.cluster.frontend.rig import PROMPT_IDS, both, frontend
