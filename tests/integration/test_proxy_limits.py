@@ -104,8 +104,6 @@ def test_a_long_answer_arrives_whole_also_where_it_is_read_slowly(cluster: Hoste
 _SETTINGS, _RESET, _HEADERS, _DATA = 4, 3, 1, 0
 _STREAMS = 3
 """SETTINGS_MAX_CONCURRENT_STREAMS."""
-_CALM = 11
-"""ENHANCE_YOUR_CALM."""
 RESETS = 5000
 
 
@@ -141,8 +139,8 @@ def frames(data: bytearray) -> list[tuple[int, bytes]]:
     return found
 
 
-def resets(cluster: HostedCluster) -> Counter[bytes]:
-    """The codes of the resets that the proxy has answered with."""
+def resets(cluster: HostedCluster) -> None:
+    """Many calls on one connection, each reset at once; returns when the proxy has read them."""
     calls = b"".join(call_that_is_reset(2 * number + 1) for number in range(RESETS))
     last = frame(6, 0, 0, b"the last")
     got = bytearray()
@@ -150,7 +148,7 @@ def resets(cluster: HostedCluster) -> Counter[bytes]:
         hello = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(_SETTINGS, 0, 0)
         sending = threading.Thread(target=peer.sendall, args=(hello + calls + last,))
         sending.start()
-        # What is asked last, a ping, is answered last.
+        # A ping, behind all of them.
         while (6, b"the last") not in (answered := frames(got)):
             more = peer.recv(1 << 16)
             assert more, "the proxy has closed the connection"
@@ -158,7 +156,6 @@ def resets(cluster: HostedCluster) -> Counter[bytes]:
         sending.join()
     settings = b"".join(payload for kind, payload in answered if kind == _SETTINGS)
     assert struct.pack(">HI", _STREAMS, STREAMS_MAX) in settings
-    return Counter(payload for kind, payload in answered if kind == _RESET)
 
 
 def test_resets_of_one_caller_end_no_call_of_another(cluster: HostedCluster) -> None:
@@ -181,9 +178,9 @@ def test_resets_of_one_caller_end_no_call_of_another(cluster: HostedCluster) -> 
     with ThreadPoolExecutor(8) as threads:
         asking = [threads.submit(ask, number) for number in range(8)]
         try:
-            refused = [resets(cluster) for _ in range(3)]
+            for _ in range(3):
+                resets(cluster)
         finally:
             stop.set()
         codes = sum((asked.result() for asked in asking), Counter[str]())
     assert codes.keys() == {"OK"}
-    assert all(codes[struct.pack(">I", _CALM)] > RESETS / 10 for codes in refused)
