@@ -67,6 +67,13 @@ class FrontendConfig(_Settings):
     timeout_s: float = Field(600.0, gt=0, description="Deadline where a request sets none.")
     prompt_bytes_max: int = Field(1 << 20, ge=1, description="Longest prompt text in UTF-8.")
     sequences_max: int = Field(128, ge=1, description="Sequences of one call.")
+    logprobs_max: int = Field(
+        1 << 20,
+        ge=1,
+        description="Log-probabilities of one call: for each token of its prompts and answers of "
+        "which they are asked for, one of its own and one for each likeliest token in its place. "
+        "A frontend holds about 130 bytes for each.",
+    )
     coalesce_ms: float = Field(20.0, ge=0, description="Least time between chunks of a stream.")
     requests_max: int = Field(10_000, ge=1, description="Requests in flight per frontend.")
     message_bytes_max: int = Field(

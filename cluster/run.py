@@ -24,7 +24,7 @@ from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, Deplo
 from ray.util import list_named_actors
 
 from cluster import own_ray
-from cluster.app import APP_NAME, REPLICA, SERVICER_FUNCTIONS, build_app
+from cluster.app import APP_NAME, LIMIT_PROXY, REPLICA, SERVICER_FUNCTIONS, build_app
 from cluster.config import ClusterConfig
 from cluster.pool.protocol import NAMESPACE
 from cluster.pool.ray_pool import stop_pools
@@ -68,8 +68,9 @@ def ray_environment(config: ClusterConfig) -> dict[str, str]:
         # The proxies' own limit, of requests and of answers; up to it the frontend says what is
         # wrong, above it gRPC does.
         "RAY_SERVE_GRPC_MAX_MESSAGE_SIZE": str(transport_bytes),
-        # Called in each proxy: headers that Serve cannot decode would be an error of the server.
-        "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "cluster.frontend.proxy.headers.middlewares",
+        # Called in each proxy: limits of headers and of gRPC's streams, which Serve does not have,
+        # and headers that it cannot decode, which would be an error of the server.
+        "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": LIMIT_PROXY,
         # Three of these until a dead proxy is replaced; by default no client gets in for 30 s.
         "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
         # From the proxy to the frontend by gRPC: there a chunk costs half of what it costs as an

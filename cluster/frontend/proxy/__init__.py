@@ -1,1 +1,2 @@
-"""Limits of Serve's proxies, from the socket on: what a stranger sends before any key is read."""
+"""What Serve's proxies lack: limits from the socket on, before any key is read; and answers that
+wait until they can take them."""

@@ -7,7 +7,6 @@ a plain error 500 where that fails. They are its own or a hint, so a request goe
 from __future__ import annotations
 
 from ray.serve._private import constants
-from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 
@@ -39,11 +38,6 @@ class ReadableHeaders:
             left = [header for header in scope["headers"] if _is_readable(*header)]
             scope = {**scope, "headers": left}
         await self._app(scope, receive, send)
-
-
-def middlewares() -> list[Middleware]:
-    """What RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH names: Serve calls it in each proxy."""
-    return [Middleware(ReadableHeaders)]
 
 
 def _is_readable(name: bytes, value: bytes) -> bool:
