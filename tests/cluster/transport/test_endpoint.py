@@ -133,8 +133,10 @@ async def test_both_sides_learn_of_the_end_of_a_stream(side: str) -> None:
             async for _ in stream.frames():
                 pass
 
+        # The server has it.
+        assert await echoed(stream, 1) == [1]
         reading = asyncio.ensure_future(read())
-        await asyncio.sleep(0.02)
+        await asyncio.sleep(0)
         if side == "closed":
             await stream.close()
             await reading
