@@ -49,7 +49,7 @@ FAST = 'steps: $(STEPS) -m "not ($(1))"' 'schedules: $(SCHEDULES) -m "not ($(1))
 	'rest: $(addprefix --ignore=,$(STEPS) $(SCHEDULES) tests/cluster) -m "not (ray or $(1))"'
 PARTS = $(BIN)/python -m tests.progress --left-out
 
-test: $(SETUP)  ## all tests but the slow ones
+test: $(SETUP)  ## all tests but the slow ones; says every ten seconds how far they are
 	@$(PARTS) 'slow (make test-slow)' 'kills: $(KILLS) -m "not slow"' $(call FAST,slow) \
 	'serving: $(addprefix --ignore=,$(KILLS)) tests/integration -m "ray and not slow"'
 
