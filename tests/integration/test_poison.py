@@ -26,6 +26,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 STREAMS, TOKENS = 50, 96
 POISONED, CLIENTS, RETRIES = 200, 4, 2
+ANSWER_S = 240.0
 HANG_S = 30.0
 """A stream that waits longer than that for its next tokens stands still."""
 PROMPTS = [f"sound {'stream ' * (n % 5)}number {n}" for n in range(STREAMS)]
@@ -63,8 +64,11 @@ async def poisoned(http: aiohttp.ClientSession, model: str, seen: Counter[int]) 
         fields = {"prompt": f"x{number}", "max_tokens": 8} | POISON[number % len(POISON)]
         for _ in range(1 + RETRIES):
             body = {"model": model, **fields}
-            async with http.post("/v1/completions", json=body) as answer:
-                status, text = answer.status, await answer.text()
+            try:
+                async with http.post("/v1/completions", json=body) as answer:
+                    status, text = answer.status, await answer.text()
+            except TimeoutError:
+                pytest.fail(f"no answer in {ANSWER_S:g} s: {str(fields)[:500]}")
             seen[status] += 1
             if status < 500:
                 break
@@ -98,7 +102,7 @@ async def sound(many: AsyncClient, until: asyncio.Event) -> tuple[list[list[int]
 async def played(cluster: HostedCluster, poison: bool) -> tuple[list[list[int]], float]:
     done = asyncio.Event()
     model = cluster.config.model_name
-    timeout = aiohttp.ClientTimeout(120.0)
+    timeout = aiohttp.ClientTimeout(ANSWER_S)
     seen: Counter[int] = Counter()
     async with (
         AsyncClient(cluster.address) as many,
