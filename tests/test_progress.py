@@ -44,13 +44,18 @@ def begun(folder: Path, files: dict[str, str], *options: str) -> Iterator[subpro
         (folder / f"test_{name}.py").write_text(text)
     parts = [f"{name}: test_{name}.py" for name in files]
     with subprocess.Popen(
-        [sys.executable, "-m", "tests.progress", *options, *parts],
+        # Whatever is wrong with it, it ends.
+        [sys.executable, "-m", "tests.progress", "--limit-s", "100", *options, *parts],
         cwd=folder,
         env=os.environ | {"PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
         stdout=subprocess.PIPE,
         text=True,
     ) as process:
-        yield process
+        try:
+            yield process
+        except BaseException:
+            process.terminate()
+            raise
 
 
 def read_until(process: subprocess.Popen[str], beginning: str) -> None:
@@ -60,7 +65,7 @@ def read_until(process: subprocess.Popen[str], beginning: str) -> None:
 
 def ended(folder: Path, files: dict[str, str], *options: str) -> tuple[int, str]:
     with begun(folder, files, *options) as process:
-        out, _ = process.communicate()
+        out, _ = process.communicate(timeout=100)
     return process.returncode, out
 
 
