@@ -13,6 +13,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from functools import cache
+from typing import Any
 
 from replicas.grammars.grammar import Grammars
 from replicas.grammars.state import GrammarError, GrammarState, Walk
@@ -94,7 +95,8 @@ def walks(
     quick = [work for index, work in walking.items() if patient or not rows[index].slow]
     wait(quick, bound_s)
     if alone and not quick:  # the step has nothing else to do
-        wait([*compiling, *walking.values()], bound_s, FIRST_COMPLETED)
+        others: list[Future[Any]] = [*compiling, *walking.values()]
+        wait(others, bound_s, FIRST_COMPLETED)
     found = {index: _result(walking.get(index)) for index in rows}
     assert not patient or None not in found.values(), f"no masks within {bound_s:g} s"
     return found
