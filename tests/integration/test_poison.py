@@ -27,8 +27,9 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow]
 STREAMS, TOKENS = 50, 96
 POISONED, CLIENTS, RETRIES = 200, 4, 2
 ANSWER_S = 240.0
-HANG_S = 30.0
-"""A stream that waits longer than that for its next tokens stands still."""
+LATE_S, TRIES = 0.5, 3
+"""Poison may delay a token by so much. Another process of the machine may do so in one try, poison
+would in each."""
 PROMPTS = [f"sound {'stream ' * (n % 5)}number {n}" for n in range(STREAMS)]
 
 
@@ -118,16 +119,23 @@ async def played(cluster: HostedCluster, poison: bool) -> tuple[list[list[int]],
     return running.result()
 
 
-def test_poison_takes_no_replica_down_and_lets_no_sound_stream_stand_still(
+def test_poison_takes_no_replica_down_and_no_sound_stream_waits_for_it(
     cluster: HostedCluster, expected: Expected
 ) -> None:
     before = {replica.id for replica in cluster.wait_for_replicas(2).replicas}
+    right = expected(PROMPTS, TOKENS)  # up to the end of each text, which the streams ignore
     asyncio.run(played(cluster, poison=False))  # whatever is slow the first time only
-    _, usual_s = asyncio.run(played(cluster, poison=False))
-    answers, longest_s = asyncio.run(played(cluster, poison=True))
-    print(f"longest pause: {usual_s:.2f} s without poison, {longest_s:.2f} s with it")
-    right = expected(PROMPTS, TOKENS)
-    assert answers == right * (len(answers) // STREAMS)
-    status = cluster.wait_until_idle()
-    assert {replica.id for replica in status.replicas} == before, "a replica has left"
-    assert longest_s < HANG_S
+    late_s = []
+    for _ in range(TRIES):
+        first, usual_s = asyncio.run(played(cluster, poison=False))
+        answers, longest_s = asyncio.run(played(cluster, poison=True))
+        print(f"longest pause: {usual_s:.2f} s without poison, {longest_s:.2f} s with it")
+        for answer, plain in zip(first, right, strict=False):
+            assert answer[: len(plain)] == plain
+        assert answers == first[:STREAMS] * (len(answers) // STREAMS)
+        status = cluster.wait_until_idle()
+        assert {replica.id for replica in status.replicas} == before, "a replica has left"
+        late_s.append(longest_s - usual_s)
+        if late_s[-1] <= LATE_S:
+            return
+    pytest.fail(f"a sound token was late by {late_s} s each time")
