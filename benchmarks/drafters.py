@@ -31,7 +31,7 @@ from cluster.verify import transformers_greedy
 from replicas.config import ReplicaConfig
 from replicas.drafters import Ask, Seen
 from replicas.drafters.suffix import SuffixDrafter
-from replicas.models.load import resolve
+from replicas.models.loader import resolve
 from replicas.replica import Replica
 from replicas.sampling import SamplingBatch
 from replicas.stopwatch import Stopwatch

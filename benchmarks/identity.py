@@ -27,10 +27,10 @@ from benchmarks.drafters import asked, question_parser, replica_config
 from benchmarks.shared.oracle import OracleDrafter
 from cluster.local_engine import LocalEngine
 from cluster.verify import transformers_greedy
-from replicas.drafters.eagle3.planted import planted_head, planted_tensors
+from replicas.drafters.eagle3.planted_head import planted_head, planted_tensors
 from replicas.grammars import grammar_of
-from replicas.models.load import resolve
-from replicas.models.pair import load_pair
+from replicas.models.loader import resolve
+from replicas.pair import load_pair
 from replicas.replica import Replica
 from scheduler.config import SchedulerConfig
 from scheduler.decoding import Decoding

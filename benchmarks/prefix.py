@@ -24,8 +24,8 @@ from cluster.bench.arrivals import Closed, Extent, drive
 from cluster.bench.engine import over_engine
 from cluster.bench.figures import summarise
 from cluster.local_engine import LocalEngine
-from replicas.models.load import resolve
-from replicas.models.pair import load_pair
+from replicas.models.loader import resolve
+from replicas.pair import load_pair
 from replicas.replica import Replica
 from scheduler.config import SchedulerConfig
 from scheduler.messages import Request

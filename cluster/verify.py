@@ -214,7 +214,7 @@ def transformers_model(config: ReplicaConfig, name: str, role: str = "target") -
     PairRefused."""
     import torch
 
-    from replicas.models.load import dtype_name, read_model, resolve, resolve_device
+    from replicas.models.loader import dtype_name, read_model, resolve, resolve_device
 
     path = resolve(name, role, dtype_name(config))
     model: Any = read_model(path, config, role)

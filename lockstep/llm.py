@@ -26,7 +26,7 @@ from cluster.frontend.structure import Structure
 from cluster.frontend.target_text import TargetText
 from cluster.frontend.text import TextStream
 from cluster.local_engine import NO_QUEUE_LIMITS, LocalEngine, Output
-from replicas.models.names import with_revision
+from replicas.names import with_revision
 from replicas.parallel import load_replica
 from scheduler.decoding import TokenLogprobs
 from scheduler.errors import InvalidRequest, LockstepError

@@ -9,7 +9,7 @@ import torch
 
 from replicas.config import ReplicaConfig
 from replicas.models.build import trial_logits
-from replicas.models.load import dtype_name
+from replicas.models.loader import dtype_name
 from replicas.models.paged_model import PagedModel
 
 

@@ -24,9 +24,9 @@ from replicas.grammars import Grammars
 from replicas.kv_cache import BlockAllocator, OutOfBlocks, TokenRange
 from replicas.memory import MemoryPlan, check_memory, measured_passes, plan_memory
 from replicas.models.build import build
-from replicas.models.load import resolve_device
+from replicas.models.loader import resolve_device
 from replicas.models.paged_model import Model, Output, Wants, fill
-from replicas.models.pair import Pair, load_pair, read_pair
+from replicas.pair import Pair, load_pair, read_pair
 from replicas.residents import Resident, Residents, Tally
 from replicas.sampling import SamplingBatch
 from replicas.stopwatch import Stopwatch

@@ -10,8 +10,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from replicas.kv_cache import DeviceWindow
-from replicas.models.attention import PagedBackend
 from replicas.models.decoder import LayerAttention
+from replicas.models.device_attention import PagedBackend
 
 Kernels = PagedBackend
 """The attention that is served, also where `GatherBackend` stands for it."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from random import Random
 from statistics import fmean
 
-from benchmarks.cluster.load import Base, Load
+from benchmarks.cluster.closed_loop import Base, Load
 from benchmarks.shared.synthetic import Speed
 from scheduler.config import SchedulerConfig
 from scheduler.messages import Action, Event, Finish, ReplicaSpec, Request

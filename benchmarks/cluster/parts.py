@@ -12,8 +12,8 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
+from benchmarks.cluster.closed_loop import WAYS, Base, Load, batch_counter, clients_of, compare, run
 from benchmarks.cluster.ideal import ideal
-from benchmarks.cluster.load import WAYS, Base, Load, batch_counter, clients_of, compare, run
 from benchmarks.shared.prompts import HELD_OUT_LENGTHS, benchmark_tokens
 from benchmarks.shared.synthetic import Speed, synthetic_loader, synthetic_spec
 from cluster import app

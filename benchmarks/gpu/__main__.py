@@ -43,9 +43,9 @@ from benchmarks.shared.command_line import parser_of
 from benchmarks.shared.measured import medians
 from benchmarks.shared.report import machine, table, write_json
 from replicas.config import ReplicaConfig
-from replicas.drafters.eagle3.planted import PLANTED_HEAD
-from replicas.models.load import resolve_device
-from replicas.models.shapes import DRAFTS
+from replicas.drafters.eagle3.planted_head import PLANTED_HEAD
+from replicas.models.loader import resolve_device
+from replicas.names import DRAFTS
 
 BLOCK_SIZE = 16
 EAGER = "eager"

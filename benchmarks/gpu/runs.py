@@ -18,7 +18,7 @@ from cluster.bench.workload import synthetic_prompts
 from cluster.local_engine import LocalEngine
 from replicas.config import ReplicaConfig
 from replicas.drafters.model import ModelSource
-from replicas.models.pair import Pair, load_pair
+from replicas.pair import Pair, load_pair
 from replicas.replica import Replica
 from scheduler.config import SchedulerConfig
 from scheduler.messages import Request

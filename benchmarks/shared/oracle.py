@@ -12,7 +12,7 @@ from replicas.calibration import calibrated
 from replicas.config import ReplicaConfig
 from replicas.drafters import Ask, Drafter, Proposal, Seen
 from replicas.memory import plan_memory
-from replicas.models.pair import load_pair
+from replicas.pair import load_pair
 from replicas.replica import Replica
 from replicas.stopwatch import Stopwatch
 

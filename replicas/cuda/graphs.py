@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 
+from replicas.errors import PairRefused
 from replicas.kv_cache import SCRAP_BLOCK, DeviceLayout, DeviceWindow
-from replicas.models.names import PairRefused
 from replicas.models.paged_model import ALL, Layout, Model, Output, Wants
 
 KV_SHARES = (16, 4, 1)

@@ -17,13 +17,14 @@ from transformers import AutoTokenizer, PreTrainedModel
 from replicas.config import ReplicaConfig
 from replicas.cuda import GraphedModel
 from replicas.drafters.protocol import Ask, Drafter, DraftSource, Proposal, Seen
+from replicas.errors import PairRefused
 from replicas.kv_cache import TokenRange
-from replicas.memory import DraftMemory, MemoryPlan, ModelShape, weight_bytes, without_storage
+from replicas.memory import DraftMemory, MemoryPlan
 from replicas.models.build import build
-from replicas.models.load import dtype_name, load_config, load_model, resolve
-from replicas.models.names import PairRefused
+from replicas.models.loader import dtype_name, load_config, load_model, resolve
+from replicas.models.model_shape import ModelShape, weight_bytes, without_storage
 from replicas.models.paged_model import ALL, Model, Wants, fill
-from replicas.models.shapes import is_planted
+from replicas.names import is_planted
 from replicas.sampling import guess
 from replicas.stopwatch import Stopwatch
 

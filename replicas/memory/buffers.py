@@ -12,8 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from replicas.invariant import GATHERED_MOST, PIECE, SCORES_MOST, TILE
-from replicas.memory.shapes import ModelShape, PairShape
-from replicas.models.attention import summed_in_pieces
+from replicas.memory.shapes import PairShape
+from replicas.models.device_attention import summed_in_pieces
+from replicas.models.model_shape import ModelShape
 
 _FLOAT32 = 4
 _GROUPS = 4

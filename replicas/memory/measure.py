@@ -16,8 +16,8 @@ from replicas.config import ReplicaConfig
 from replicas.invariant import TILE, Arithmetic
 from replicas.kv_cache import SCRAP_BLOCK, CacheShape, PagedCache
 from replicas.memory.buffers import MeasurePasses, PassBytes, Workload
-from replicas.memory.shapes import ModelShape
-from replicas.models.attention import device_attention
+from replicas.models.device_attention import device_attention
+from replicas.models.model_shape import ModelShape
 from replicas.models.paged_model import NONE, PagedModel
 from replicas.sampling import SamplingBatch, choose
 from scheduler.messages import SamplingParams

@@ -17,6 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from replicas.config import ReplicaConfig
+from replicas.errors import PairRefused
 from replicas.invariant import (
     COUNTS,
     TILE,
@@ -29,10 +30,9 @@ from replicas.invariant import (
     what_changes_logits,
 )
 from replicas.kv_cache import CacheShape, PagedCache
-from replicas.memory import ModelShape
-from replicas.models.attention import device_attention
 from replicas.models.decoder import JoinedDecoder, NotJoined
-from replicas.models.names import PairRefused
+from replicas.models.device_attention import device_attention
+from replicas.models.model_shape import ModelShape
 from replicas.models.paged_model import ERROR_FLOOR, AttentionBackend, Output, PagedModel
 from replicas.models.reference import FINER, own_logits
 

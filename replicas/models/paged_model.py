@@ -17,10 +17,10 @@ from torch import nn
 from torch.nn.functional import pad
 from transformers import AttentionInterface, PreTrainedModel
 
+from replicas.errors import PairRefused
 from replicas.invariant import Arithmetic, PassLayout
 from replicas.kv_cache import DeviceWindow, PagedCache, TokenRange, passes
 from replicas.models.decoder import JoinedDecoder, LayerAttention
-from replicas.models.names import PairRefused
 from replicas.transfers import upload
 
 ATTENTION = "lockstep_paged"

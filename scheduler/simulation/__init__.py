@@ -13,7 +13,7 @@ from scheduler.simulation.hardware import (
     Roofline as Roofline,
     Times as Times,
 )
-from scheduler.simulation.replica import (
+from scheduler.simulation.simulated_replica import (
     SimulatedReplica as SimulatedReplica,
     reference_output as reference_output,
 )

@@ -4,7 +4,7 @@ from scheduler.state.invariants import check_pool as check_pool
 from scheduler.state.pool import Pool as Pool
 from scheduler.state.prefixes import PrefixSet as PrefixSet, block_keys as block_keys
 from scheduler.state.ready_rows import ReadyRows as ReadyRows
-from scheduler.state.replica import (
+from scheduler.state.replica_record import (
     BatchFigures as BatchFigures,
     InFlight as InFlight,
     ReplicaRecord as ReplicaRecord,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from scheduler.messages import BatchKind
 from scheduler.state.pool import Pool
-from scheduler.state.replica import ReplicaRecord
+from scheduler.state.replica_record import ReplicaRecord
 from scheduler.state.sequence import IN_FLIGHT, RESIDENT, Sequence, State, finished_before_start
 from scheduler.validation import blocks_needed
 

@@ -13,7 +13,7 @@ from itertools import takewhile
 
 from scheduler.config import SchedulerConfig
 from scheduler.messages import FinishReason, ReplicaSpec, Request, RowResult
-from scheduler.state.replica import ReplicaRecord
+from scheduler.state.replica_record import ReplicaRecord
 from scheduler.state.sequence import IN_FLIGHT, Chunk, Move, Sequence, State
 from scheduler.state.waiting import WaitingQueue
 

@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 
 from replicas.config import ReplicaConfig
 from replicas.drafters.eagle3 import HeadSource, load_head, read_head
-from replicas.drafters.eagle3.config import HeadConfig, head_config
-from replicas.models.pair import Pair
+from replicas.drafters.eagle3.head_config import HeadConfig, head_config
+from replicas.pair import Pair
 from replicas.replica import Replica
 from tests.tiny_pairs import DEVICE, tiny_pair
 

@@ -13,7 +13,7 @@ import torch
 from replicas.drafters.model import ModelDrafter
 from replicas.drafters.protocol import Ask, Seen
 from replicas.eqspec import step
-from replicas.invariant.attention import HostBackend
+from replicas.invariant.host_attention import HostBackend
 from replicas.invariant.layout import PassLayout
 from replicas.invariant.ops import Arithmetic
 from replicas.kv_cache import BlockAllocator, CacheShape, PagedCache

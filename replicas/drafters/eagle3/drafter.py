@@ -22,12 +22,13 @@ from replicas.cuda import GraphedModel
 from replicas.drafters.eagle3.layer import HeadLayer
 from replicas.drafters.eagle3.weights import Head, load_head, read_head
 from replicas.drafters.protocol import Ask, Drafter, DraftSource, Proposal, Seen
+from replicas.errors import PairRefused
 from replicas.invariant import Arithmetic
 from replicas.kv_cache import SCRAP_BLOCK
-from replicas.memory import DraftMemory, MemoryPlan, ModelShape
+from replicas.memory import DraftMemory, MemoryPlan
 from replicas.models.build import attention_over, cache_of, computes_on_host
-from replicas.models.load import dtype_of, resolve
-from replicas.models.names import PairRefused
+from replicas.models.loader import dtype_of, resolve
+from replicas.models.model_shape import ModelShape
 from replicas.models.paged_model import ALL
 from replicas.sampling import guess
 from replicas.stopwatch import Stopwatch

@@ -13,7 +13,7 @@ import torch
 from torch.nn.functional import embedding, rms_norm, silu
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from replicas.drafters.eagle3.config import LAYER
+from replicas.drafters.eagle3.head_config import LAYER
 from replicas.drafters.eagle3.weights import Head
 from replicas.invariant import Product
 from replicas.models.paged_model import AttentionBackend, Output, Wants

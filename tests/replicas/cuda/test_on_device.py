@@ -18,12 +18,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from replicas.cuda import FixedPass, Kind
-from replicas.drafters.eagle3.config import head_config
+from replicas.drafters.eagle3.head_config import head_config
 from replicas.drafters.eagle3.layer import HeadLayer
 from replicas.drafters.eagle3.weights import Head
 from replicas.invariant.modules import compute_in_tiles
 from replicas.invariant.ops import TILE, Arithmetic
-from replicas.kernels import attention as kernels
+from replicas.kernels import paged_attention as kernels
 from replicas.kv_cache import CacheShape, PagedCache
 from replicas.models.decoder import JoinedDecoder
 from replicas.models.paged_model import ATTENTION, PagedModel

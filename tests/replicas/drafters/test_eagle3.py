@@ -19,10 +19,10 @@ from transformers import PreTrainedModel
 from replicas.config import ReplicaConfig
 from replicas.drafters import Ask
 from replicas.drafters.eagle3 import HeadSource, load_head, read_head
-from replicas.drafters.eagle3.config import HeadConfig, head_config
 from replicas.drafters.eagle3.drafter import TOGETHER
+from replicas.drafters.eagle3.head_config import HeadConfig, head_config
+from replicas.errors import PairRefused
 from replicas.memory import plan_memory
-from replicas.models.names import PairRefused
 from replicas.sampling.choice import SamplingBatch
 from replicas.stopwatch import Stopwatch
 from scheduler.messages import SamplingParams

@@ -15,10 +15,10 @@ from transformers import PreTrainedModel
 
 from cluster.local_engine import LocalEngine
 from replicas.config import ReplicaConfig
+from replicas.errors import PairRefused
 from replicas.invariant.check import what_changes_logits
 from replicas.invariant.ops import COUNTS, Arithmetic
 from replicas.models import build as building
-from replicas.models.names import PairRefused
 from replicas.models.paged_model import PagedModel
 from replicas.replica import Replica
 from scheduler.config import SchedulerConfig

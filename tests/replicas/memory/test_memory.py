@@ -17,30 +17,23 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from cluster.local_engine import LocalEngine
 from replicas.config import ReplicaConfig
+from replicas.errors import TooLittleMemory
 from replicas.invariant.ops import can_prepack
 from replicas.kv_cache import CacheShape, PagedCache
-from replicas.memory import (
-    MemoryPlan,
-    ModelShape,
-    PairShape,
-    TooLittleMemory,
-    check_memory,
-    free_bytes,
-    plan_memory,
-    weight_bytes,
-)
+from replicas.memory import MemoryPlan, PairShape, check_memory, free_bytes, plan_memory
 from replicas.memory.buffers import PassBytes, Workload, buffers, computed_passes, prepacked_bytes
 from replicas.memory.measure import measured_passes, peak_bytes
 from replicas.memory.plan import PASS_TOKENS_LEAST
-from replicas.memory.shapes import DraftMemory, without_storage
-from replicas.models import attention
-from replicas.models.pair import load_pair, read_pair
+from replicas.memory.shapes import DraftMemory
+from replicas.models import device_attention as attention
+from replicas.models.model_shape import ModelShape, weight_bytes, without_storage
+from replicas.pair import load_pair, read_pair
 from replicas.replica import Replica
 from scheduler.config import SchedulerConfig
 from scheduler.messages import Request
 from tests.gathering import Kernels
 from tests.reference import plain_greedy
-from tests.replicas.models.test_pair import WORDS, save_model
+from tests.replicas.test_pair import WORDS, save_model
 from tests.tiny_pairs import DEVICE, SHAPE, target_model, tiny_pair, tiny_replica
 
 CPU = torch.device("cpu")

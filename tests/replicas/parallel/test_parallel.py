@@ -18,14 +18,14 @@ from pydantic import ValidationError
 
 from cluster.local_engine import LocalEngine
 from replicas.config import ReplicaConfig
-from replicas.memory import MemoryPlan, PairShape, TooLittleMemory, plan_memory
-from replicas.models.names import PairRefused
-from replicas.models.pair import read_pair
-from replicas.models.shapes import SHAPES
+from replicas.errors import PairRefused, TooLittleMemory
+from replicas.memory import MemoryPlan, PairShape, plan_memory
+from replicas.names import SHAPES
+from replicas.pair import read_pair
 from replicas.parallel import ranks, replica as parallel
+from replicas.parallel.parallel_replica import LocalRank, ParallelReplica, load_parallel, start_here
 from replicas.parallel.ranks import Failure, Ranks, ReplicaBroken
 from replicas.parallel.rendezvous import Address, Channel, Store, host_store, join_store
-from replicas.parallel.replica import LocalRank, ParallelReplica, load_parallel, start_here
 from replicas.replica import Replica
 from scheduler.config import SchedulerConfig
 from scheduler.decoding import Decoding

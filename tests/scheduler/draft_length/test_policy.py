@@ -23,7 +23,7 @@ from scheduler.messages import (
     StepTimes,
     TriedBatch,
 )
-from scheduler.simulation.replica import Resident
+from scheduler.simulation.simulated_replica import Resident
 from scheduler.state.sequence import Answer, Sequence
 
 LENGTH = 100

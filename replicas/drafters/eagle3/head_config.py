@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import AutoConfig
 
-from replicas.models.names import PairRefused
+from replicas.errors import PairRefused
 
 LAYER = "layers.0."
 _LAYERS = ("llama", "qwen3")

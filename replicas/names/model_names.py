@@ -9,6 +9,8 @@ import importlib.util
 import re
 from pathlib import Path
 
+from replicas.errors import PairRefused
+
 DEMO = "demo"
 """The chat model where it is installed, else the tiny pair."""
 SMOLLM2 = "smollm2"
@@ -21,11 +23,6 @@ READERS = ("gguf", "accelerate")
 """What transformers needs to read a GGUF file."""
 _AT_REVISION = re.compile(r"([\w.-]+(?:/[\w.-]+)?)@([\w./-]+)")
 _PART_OF_SEVERAL = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
-
-
-class PairRefused(ValueError):
-    """What is not served, or not exactly: a name that is no model's, a file that cannot be read,
-    models that do not go together; the message says why."""
 
 
 def demo_target() -> str:

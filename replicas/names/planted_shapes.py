@@ -15,7 +15,7 @@ from urllib.parse import parse_qsl
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from replicas.models.names import PairRefused
+from replicas.errors import PairRefused
 
 PLANTED = "planted:"
 

@@ -1,5 +1,5 @@
 """The attention of a GPU: it reads keys and values where they lie in the paged cache; see
-`replicas.kernels.attention`.
+`replicas.kernels.paged_attention`.
 
 It depends on lengths and tables through tensors alone, so a pass can be recorded.
 """
@@ -11,10 +11,10 @@ from math import e, log2
 
 import torch
 
+from replicas.errors import PairRefused
 from replicas.invariant import PIECE
 from replicas.kv_cache import DeviceLayout, DeviceWindow, PagedCache, TokenRange, device_ranges
 from replicas.models.decoder import LayerAttention
-from replicas.models.names import PairRefused
 from replicas.models.paged_model import ERROR_FLOOR, plain_attention
 
 QUERIES = 64
@@ -33,7 +33,7 @@ class PagedBackend:
         """Raises PairRefused."""
         self.cache = cache
         try:
-            from replicas.kernels import attention as kernels
+            from replicas.kernels import paged_attention as kernels
         except ImportError as error:
             raise PairRefused(f"attention on a GPU needs Triton: {error}") from None
         self._group = cache.shape.heads // cache.shape.kv_heads

@@ -16,12 +16,12 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from replicas.kernels import attention as kernels
+from replicas.errors import PairRefused
+from replicas.kernels import paged_attention as kernels
 from replicas.kv_cache import SCRAP_BLOCK, CacheShape, PagedCache
 from replicas.kv_cache.device_layout import DeviceLayout, DeviceWindow, device_ranges
-from replicas.models import attention
-from replicas.models.attention import device_attention
-from replicas.models.names import PairRefused
+from replicas.models import device_attention as attention
+from replicas.models.device_attention import device_attention
 from tests.gathering import GatherBackend, Kernels, gathered, spread
 from tests.oracle.drafters import replica_of
 from tests.oracle.worlds import check_answers, greedy_answers, sampled_answers
@@ -157,8 +157,8 @@ def test_a_device_that_runs_no_kernel_is_refused(monkeypatch: pytest.MonkeyPatch
 
 def test_a_device_without_triton_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(0, 4, (2, 1), [9])
-    monkeypatch.delattr(sys.modules["replicas.kernels"], "attention")
-    monkeypatch.setitem(sys.modules, "replicas.kernels.attention", None)
+    monkeypatch.delattr(sys.modules["replicas.kernels"], "paged_attention")
+    monkeypatch.setitem(sys.modules, "replicas.kernels.paged_attention", None)
     with pytest.raises(PairRefused, match="needs Triton"):
         device_attention(world.cache)
 

@@ -26,11 +26,11 @@ import torch.distributed as dist
 from replicas.calibration import calibrated, probe
 from replicas.config import ReplicaConfig
 from replicas.decoding import load_grammars
+from replicas.errors import PairRefused
 from replicas.kv_cache import OutOfBlocks
 from replicas.memory import MemoryPlan, check_memory, free_bytes, plan_memory
-from replicas.models.load import resolve_device
-from replicas.models.names import PairRefused
-from replicas.models.pair import load_pair, read_pair
+from replicas.models.loader import resolve_device
+from replicas.pair import load_pair, read_pair
 from replicas.parallel.drafts import FollowingDrafter, LeadingDrafter
 from replicas.parallel.ranks import FAILED_S, Failure, RankHandle, Ranks, ReplicaBroken
 from replicas.parallel.rendezvous import (
