@@ -29,14 +29,14 @@ from benchmarks.shared.oracle import OracleDrafter, oracle_replica
 from benchmarks.shared.report import write_json
 from cluster.verify import transformers_greedy
 from replicas.config import ReplicaConfig
-from replicas.drafters import Ask, Seen
+from replicas.drafters import DraftRequest, Observation
 from replicas.drafters.suffix import SuffixDrafter
 from replicas.models.loader import resolve
 from replicas.replica import Replica
 from replicas.sampling import SamplingBatch
 from replicas.stopwatch import Stopwatch
 from scheduler.config import SchedulerConfig
-from scheduler.messages import Request, SamplingParams
+from scheduler.messages import Request, Sampling
 
 COPYING = ("summarization", "rag")
 """Categories whose answers repeat their prompts."""
@@ -117,23 +117,23 @@ def suffix_alone(contents: Sequence[Sequence[int]], length: int = 10_000) -> dic
         begin = number * 37 % (len(text) - 256)
         drafter.begin("said", [0], "", 0)
         table = torch.zeros((1, 1), dtype=torch.int64)
-        drafter.observe(Seen(["said"], [[0]], [(0, 0)], table, [text[begin : begin + 256]]))
+        drafter.observe(Observation(["said"], [[0]], [(0, 0)], table, [text[begin : begin + 256]]))
         drafter.end("said")
     rows = [f"{row}" for row in range(8)]
     table = torch.zeros((8, 1), dtype=torch.int64)
     content = text[:length]
     for row in rows:
         drafter.begin(row, content, "", 0)
-    sampling = SamplingBatch.of([SamplingParams()] * 8, device)
+    sampling = SamplingBatch.of([Sampling()] * 8, device)
     watch = Stopwatch(device)
     steps = 400
     begun = perf_counter()
     for step in range(steps):
-        ask = Ask(rows, [content] * 8, [8] * 8, sampling, table)
-        drafter.propose(ask, watch)
+        request = DraftRequest(rows, [content] * 8, [8] * 8, sampling, table)
+        drafter.propose(request, watch)
         at = length + 2 * step
         new = [text[at : at + 2]] * 8
-        drafter.observe(Seen(rows, [content] * 8, [(0, 0)] * 8, table, new, [8] * 8))
+        drafter.observe(Observation(rows, [content] * 8, [(0, 0)] * 8, table, new, [8] * 8))
     spent_s = perf_counter() - begun
     return {"suffix_us": 1e6 * spent_s / steps / 8}
 
@@ -160,7 +160,7 @@ def main() -> None:
         args.references = 0  # transformers draws other noise
         for requests in kinds.values():
             requests[:] = [
-                replace(one, sampling=SamplingParams(temperature=0.7, top_p=0.95, seed=number))
+                replace(one, sampling=Sampling(temperature=0.7, top_p=0.95, seed=number))
                 for number, one in enumerate(requests)
             ]
     oracle: OracleDrafter | None = None

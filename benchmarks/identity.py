@@ -34,9 +34,9 @@ from replicas.pair import load_pair
 from replicas.replica import Replica
 from scheduler.config import SchedulerConfig
 from scheduler.decoding import Decoding
-from scheduler.messages import Request, SamplingParams
+from scheduler.messages import Request, Sampling
 
-SAMPLED = SamplingParams(temperature=0.7, top_p=0.95)
+SAMPLED = Sampling(temperature=0.7, top_p=0.95)
 SCHEMAS: tuple[dict[str, Any], ...] = (
     {"enum": ["yes", "no", "it depends"]},
     {"type": "array", "items": {"type": "string", "maxLength": 24}, "maxItems": 3},

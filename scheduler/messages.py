@@ -21,7 +21,7 @@ from scheduler.requests import (
     Request as Request,
     RowFailure as RowFailure,
     RowResult as RowResult,
-    SamplingParams as SamplingParams,
+    Sampling as Sampling,
     StepResult as StepResult,
     StepRow as StepRow,
     StepTimes as StepTimes,
@@ -66,7 +66,7 @@ class Submit(Message, frozen=True):
     request: Request
     accepted_before: bool = False
     """Another pool, or this one before a restart, was sent it: it is not refused for load."""
-    checked: bool = False
+    validated: bool = False
     """Such a pool accepted it and knew replicas, so one can serve it. Which ones come back first
     after a restart is chance: it waits for one like those. Never a client's to say."""
     record: FailureRecord = FailureRecord()

@@ -113,7 +113,7 @@ class Scheduler:
         sequence = pool.accept(request, now_s)
         # Tokens that came since it was written count.
         sequence.record = event.record.at(sequence.length)
-        sequence.checked = bool(pool.specs) or event.checked
+        sequence.validated = bool(pool.specs) or event.validated
         # A client may be reading the stream of one that carries tokens.
         pool.waiting.add(sequence, first=event.accepted_before and bool(request.committed))
         reason = finished_before_start(request)
@@ -137,9 +137,9 @@ class Scheduler:
         if unchecked:
             for sequence in list(self.pool.waiting.values()):
                 # Others came while no replica was known that could have refused them.
-                if sequence.checked:
+                if sequence.validated:
                     continue
-                sequence.checked = True
+                sequence.validated = True
                 try:
                     check_servable(sequence.request, self.pool)
                 except InvalidRequest as error:
@@ -194,7 +194,7 @@ class Scheduler:
         else:
             begins = {row.sequence_id: row.begin for row in batch.prefill}
             for sequence, row in answers:
-                self.pool.filled(replica, sequence, row.reused)
+                self.pool.end_prefill(replica, sequence, row.reused)
                 if row.extras:
                     self._out.append(Emit(sequence.id, begins[sequence.id], (), row.extras))
                 if row.failure is not None:

@@ -95,9 +95,9 @@ def buffers(pair: PairShape, work: Workload, item: int, taken: PassBytes, on_gpu
     target = pair.target
     rotary = sum(4 * work.context_len * one.head_dim for one in pair.models) * item
     # A drafter takes hidden states of all tokens of a pass, and joins them.
-    tapped = 2 * pair.draft.taps * target.hidden * item
-    step = taken.step + tapped * work.step_tokens
-    prefill = taken.prefill + tapped * work.pass_tokens
+    aux_bytes = 2 * pair.draft.aux_layers * target.hidden * item
+    step = taken.step + aux_bytes * work.step_tokens
+    prefill = taken.prefill + aux_bytes * work.pass_tokens
     widest = max(target.vocab, target.intermediate, target.heads * target.head_dim)
     loading = target.hidden * widest * (8 if item == _FLOAT32 else _FLOAT32)
     kept = 0 if on_gpu else pair.draft.kept

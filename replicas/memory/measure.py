@@ -20,13 +20,13 @@ from replicas.models.device_attention import device_attention
 from replicas.models.model_shape import ModelShape
 from replicas.models.paged_model import NONE, PagedModel
 from replicas.sampling import SamplingBatch, choose
-from scheduler.messages import SamplingParams
+from scheduler.messages import Sampling
 
 _BLOCKS = 8
 """Of the cache: enough to try attention out."""
 TOO_MUCH = 1 << 60
 """Bytes of a pass for which the device has no room."""
-_FILTERED = SamplingParams(temperature=100.0, top_k=10_000, top_p=0.9, min_p=0.01)
+_FILTERED = Sampling(temperature=100.0, top_k=10_000, top_p=0.9, min_p=0.01)
 """Of choosing it takes the most: so flat, that few tokens never suffice."""
 
 Peak = Callable[[Callable[[], object], torch.device], int]

@@ -15,8 +15,8 @@ class DraftMemory:
     """Bytes."""
     model: ModelShape | None = None
     """Of what has layers in the target's blocks and runs passes over them."""
-    taps: int = 0
-    """Hidden states of the target, per token, that it sees."""
+    aux_layers: int = 0
+    """Layers of the target whose hidden states it sees."""
     kept: int = 0
     """Bytes of the host's memory for what it remembers."""
 

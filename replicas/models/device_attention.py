@@ -13,7 +13,13 @@ import torch
 
 from replicas.errors import PairRefused
 from replicas.invariant import PIECE
-from replicas.kv_cache import DeviceLayout, DeviceWindow, PagedCache, TokenRange, device_ranges
+from replicas.kv_cache import (
+    DevicePassLayout,
+    DeviceStepLayout,
+    PagedCache,
+    TokenRange,
+    device_ranges,
+)
 from replicas.models.decoder import LayerAttention
 from replicas.models.paged_model import ERROR_FLOOR, plain_attention
 
@@ -46,13 +52,15 @@ class PagedBackend:
         self._group_rows = _power(self._group)
         self.width_most = summed_in_pieces(self._group)
 
-    def step_layout(self, table: torch.Tensor, starts: Sequence[int], width: int) -> DeviceLayout:
-        return DeviceLayout(table, starts, width, self.cache.shape)
+    def step_layout(
+        self, table: torch.Tensor, starts: Sequence[int], width: int
+    ) -> DeviceStepLayout:
+        return DeviceStepLayout(table, starts, width, self.cache.shape)
 
-    def ranges_layout(self, table: torch.Tensor, ranges: Sequence[TokenRange]) -> DeviceWindow:
+    def ranges_layout(self, table: torch.Tensor, ranges: Sequence[TokenRange]) -> DevicePassLayout:
         return device_ranges(table, ranges, self.cache.shape)
 
-    def begin(self, layout: DeviceWindow, stride: int) -> LayerAttention:
+    def begin(self, layout: DevicePassLayout, stride: int) -> LayerAttention:
         kernels, shape, group = self._kernels, self.cache.shape, self._group
         rows, kv_heads, dim = layout.rows, shape.kv_heads, shape.head_dim
         table, starts = layout.table, layout.starts
@@ -137,7 +145,7 @@ def _try_out(backend: PagedBackend) -> None:
     _compare(backend, backend.ranges_layout(table, ranges), ranges)
 
 
-def _compare(backend: PagedBackend, window: DeviceWindow, ranges: Sequence[TokenRange]) -> None:
+def _compare(backend: PagedBackend, window: DevicePassLayout, ranges: Sequence[TokenRange]) -> None:
     cache, shape = backend.cache, backend.cache.shape
     vectors, scaling = shape.heads + 2 * shape.kv_heads, shape.head_dim**-0.5
     queries = torch.randn(window.padded, vectors, shape.head_dim, device=window.table.device)

@@ -70,7 +70,7 @@ class _Start:
 
     plan: MemoryPlan
     drafter: tuple[str, tuple[int, ...]] | None
-    """Its name and taps."""
+    """Its name and auxiliary layers."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -183,7 +183,7 @@ def load_parallel(
         parallel = _lead(config, store, ranks)
         if config.calibrate:
             replica = parallel.replica
-            parallel.spec = calibrated(parallel, *replica.planned, replica.taps)
+            parallel.spec = calibrated(parallel, *replica.planned, replica.aux_layers)
     except BaseException as error:
         for handle in handles:
             handle.kill()
@@ -210,7 +210,7 @@ def _lead(config: ReplicaConfig, store: Store, ranks: Ranks) -> ParallelReplica:
     plan = plan_memory(config, pair.shape, device, loaded=True, free=free)
     drafter = pair.drafter(config, plan)
     leading = None if drafter is None else LeadingDrafter(drafter)
-    ranks.tell(_Start(plan, None if leading is None else (leading.name, leading.taps)))
+    ranks.tell(_Start(plan, None if leading is None else (leading.name, leading.aux_layers)))
     replica = Replica(pair, config, plan, leading)
     replica.grammars = load_grammars(config, replica.spec.embedding_size)
     return ParallelReplica(replica, ranks)

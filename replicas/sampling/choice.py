@@ -30,14 +30,14 @@ import torch
 from replicas.sampling.columns import likeliest
 from replicas.sampling.noise import NOISE_MOST, Noise, noise_keys
 from replicas.transfers import upload
-from scheduler.messages import SamplingParams
+from scheduler.messages import Sampling
 
 _LIKELIEST = 256
 _LIKELIEST_OF_DRAFT = 64
 _UNITS = 2.0**34
 """Of weight per likeliest token: in whole units a float64 holds every sum of weights exactly."""
 
-_GREEDY = SamplingParams()
+_GREEDY = Sampling()
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class SamplingBatch:
     any_min_p: bool
 
     @classmethod
-    def of(cls, params: Sequence[SamplingParams], device: torch.device) -> SamplingBatch:
+    def of(cls, params: Sequence[Sampling], device: torch.device) -> SamplingBatch:
         """Stack the rows' parameters; the last batches' are kept, for rows stay together."""
         return _stacked(tuple(p if p.temperature else _GREEDY for p in params), device)
 
@@ -83,7 +83,7 @@ class SamplingBatch:
 
 
 @lru_cache(maxsize=64)
-def _stacked(params: tuple[SamplingParams, ...], device: torch.device) -> SamplingBatch:
+def _stacked(params: tuple[Sampling, ...], device: torch.device) -> SamplingBatch:
     def column(values: list[float] | list[int], dtype: torch.dtype) -> torch.Tensor:
         return upload(values, dtype, device)[:, None, None]
 

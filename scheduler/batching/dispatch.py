@@ -107,7 +107,7 @@ class Dispatcher:
             replica.id,
             len(replica.ready) + replica.stepping,
             self._config.prefill_tokens_max,
-            begin=0 if begun is None else begun.filled,
+            begin=0 if begun is None else begun.prefilled,
         )
 
     def _fill_pipeline(self, replica: ReplicaRecord) -> None:
@@ -190,7 +190,7 @@ class Dispatcher:
             self._pool.place(sequence, replica, self._now_s)
         prefill = tuple(_prefill_row(*chunk) for chunk in given)
         batch = Batch(next(self._batch_ids), replica.id, BatchKind.PREFILL, prefill=prefill)
-        self._pool.fill(given, batch.id)
+        self._pool.begin_prefill(given, batch.id)
         self._send(replica, batch, [sequence for sequence, _, _ in given])
 
     def _next_rows(self, replica: ReplicaRecord) -> list[Sequence]:

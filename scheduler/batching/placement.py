@@ -120,7 +120,7 @@ def _next_quarantined(replica: ReplicaRecord, pool: Pool) -> Placement:
             continue
         assert sequence.record.rows_limit is not None
         rows_most = min(rows_most, sequence.record.rows_limit)
-        tokens += sequence.fill
+        tokens += sequence.prefill_len
         beside = [one for one, _, _ in chunks]
         fits = len(chunks) < rows_most and replica.has_blocks(sequence, beside)
         if chunks and (not fits or tokens > config.prefill_tokens_max):
@@ -129,7 +129,7 @@ def _next_quarantined(replica: ReplicaRecord, pool: Pool) -> Placement:
             if replica.reserved_for is None and sequence.reservation is None:
                 placement.reserve = sequence
             break
-        chunks.append((sequence, 0, sequence.fill))
+        chunks.append((sequence, 0, sequence.prefill_len))
     return placement
 
 
@@ -162,13 +162,13 @@ def _next_rows(replica: ReplicaRecord, pool: Pool, tokens: int) -> Placement:
                 placement.reserve = sequence
                 break
             continue
-        part = min(sequence.fill, left)
+        part = min(sequence.prefill_len, left)
         load = replica.load + len(chunks)
-        if (sequence.fill and not left) or _is_lighter(others, sequence, load, config):
+        if (sequence.prefill_len and not left) or _is_lighter(others, sequence, load, config):
             break
         chunks.append((sequence, 0, part))
         left -= part
-        if part < sequence.fill:
+        if part < sequence.prefill_len:
             break
     placement.tokens_left = left
     return placement

@@ -57,12 +57,12 @@ def _check_sequence(pool: Pool, sequence: Sequence) -> None:
             assert kind in (None, found.batch.kind), f"{name}: batch of another kind"
     else:
         assert sequence.blocks == 0, f"{name}: blocks without a replica"
-        assert sequence.filled == 0, f"{name}: filled without a replica"
+        assert sequence.prefilled == 0, f"{name}: filled without a replica"
     if sequence.state is State.PARTIAL:
-        assert 0 < sequence.filled < sequence.fill, f"{name}: filled in part"
+        assert 0 < sequence.prefilled < sequence.prefill_len, f"{name}: filled in part"
         assert not sequence.quarantined, f"{name}: one in quarantine is filled at once"
     if sequence.state in (State.READY, State.STEPPING):
-        assert 0 <= sequence.filled <= sequence.fill, f"{name}: not filled"
+        assert 0 <= sequence.prefilled <= sequence.prefill_len, f"{name}: not filled"
     if sequence.reservation is not None:
         assert sequence.state is State.WAITING, f"{name}: reserves a replica without waiting"
         replica = pool.replicas[sequence.reservation]

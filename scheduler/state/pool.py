@@ -124,20 +124,20 @@ class Pool:
         replica.blocks_used += sequence.blocks
         self._open = None
 
-    def fill(self, given: list[Chunk], batch_id: int) -> None:
+    def begin_prefill(self, given: list[Chunk], batch_id: int) -> None:
         """A prefill batch takes these placed sequences."""
         for sequence, _, until in given:
             self.move(sequence, Move.PREFILL)
-            sequence.filled = until
+            sequence.prefilled = until
             sequence.batch_id = batch_id
 
-    def filled(self, replica: ReplicaRecord, sequence: Sequence, reused: int) -> None:
+    def end_prefill(self, replica: ReplicaRecord, sequence: Sequence, reused: int) -> None:
         """A prefill batch with it is done; its replica had `reused` positions before."""
-        sequence.filled = max(sequence.filled, reused)
+        sequence.prefilled = max(sequence.prefilled, reused)
         if not sequence.recovered:
             sequence.cached_tokens += min(reused, len(sequence.request.prompt))
         replica.figures.reused_tokens += reused
-        whole = sequence.filled == sequence.fill
+        whole = sequence.prefilled == sequence.prefill_len
         self.move(sequence, Move.FILLED if whole else Move.CHUNK)
 
     def step(
@@ -238,7 +238,7 @@ class Pool:
             replica.note_prefix(sequence)
         del replica.residents[sequence.id]
         replica.blocks_used -= sequence.blocks
-        sequence.blocks = sequence.filled = 0
+        sequence.blocks = sequence.prefilled = 0
         sequence.turn = -math.inf
         sequence.replica_id = None
         sequence.batch_id = None

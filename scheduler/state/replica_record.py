@@ -189,7 +189,7 @@ class ReplicaRecord:
     @property
     def joining(self) -> int:
         """Rows that are ready once the prefill batches in flight are done."""
-        return sum(one.filled == one.fill for one in self.rows_in(State.PREFILLING))
+        return sum(one.prefilled == one.prefill_len for one in self.rows_in(State.PREFILLING))
 
     def blocks_for(self, sequence: Sequence) -> int:
         """Blocks to reserve when it is placed. It may need more later, but never if it was

@@ -120,13 +120,13 @@ class Sequence:
     replica_id: str | None = None
     turn: float = -inf
     """Its place among the rows of its replica; see `ReadyRows`. -inf: it has had no step there."""
-    filled: int = 0
+    prefilled: int = 0
     """While it is being filled: its valid KV positions once the batch in flight is done."""
     queued_s: float = 0.0
     """Seconds in the queue until a replica first took it."""
     reservation: str | None = None
     """The replica that takes nothing behind this sequence in the queue until it fits."""
-    checked: bool = False
+    validated: bool = False
     """Whether a known replica could take it when it came, or an earlier pool's."""
     preempted: bool = False
     """KV blocks ran out and it was sent back: from then on all that it may need is set aside."""
@@ -170,7 +170,7 @@ class Sequence:
         return self.keys
 
     @property
-    def fill(self) -> int:
+    def prefill_len(self) -> int:
         """KV positions that its prefill fills: the last token has none yet."""
         return self.length - 1
 

@@ -109,7 +109,7 @@ def plain_head(
     config: HeadConfig,
     tensors: dict[str, torch.Tensor],
     embeddings: torch.Tensor,  # [target's vocabulary, width]
-    hidden: torch.Tensor,  # [positions, taps * target's width]
+    hidden: torch.Tensor,  # [positions, layers * target's width]
     content: list[int],  # one more than positions
     k: int,
     rope_theta: float = 10_000.0,

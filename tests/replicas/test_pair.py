@@ -27,7 +27,7 @@ from replicas.models.loader import dtype_name, resolve, resolve_device
 from replicas.pair import check_attention, load_pair, read_pair
 from replicas.replica import Replica
 from scheduler.config import SchedulerConfig
-from scheduler.messages import Request, SamplingParams
+from scheduler.messages import Request, Sampling
 from tests.tiny_pairs import SHAPE
 
 
@@ -235,7 +235,7 @@ def test_embeddings_padded_to_different_sizes_change_nothing(
     draft = save_model(tmp_path / "d", WORDS, vocab_size=draft_vocab, num_hidden_layers=1)
     replica = Replica.load(config(target, draft))
     requests = [
-        Request(str(i), (1, 2, 3 + i % 2), 20, SamplingParams(temperature=temperature, seed=i))
+        Request(str(i), (1, 2, 3 + i % 2), 20, Sampling(temperature=temperature, seed=i))
         for i in range(6)
     ]
     outputs = LocalEngine(replica, SchedulerConfig(draft_len=3), check=True).generate(requests)

@@ -16,7 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from replicas.drafters.eagle3.head_config import LAYER
 from replicas.drafters.eagle3.weights import Head
 from replicas.invariant import Product
-from replicas.models.paged_model import AttentionBackend, Output, Wants
+from replicas.models.paged_model import AttentionBackend, ForwardOptions, Output
 
 
 class HeadLayer:
@@ -62,11 +62,15 @@ class HeadLayer:
         cos, sin = rotary(torch.empty(0, dtype=cache.dtype, device=embeddings.device), positions)
         self._cos, self._sin = cos[0][:, None], sin[0][:, None]  # [context_len, 1, head_dim]
 
-    def fused(self, taps: Sequence[torch.Tensor]) -> torch.Tensor:  # each [tokens, target's width]
-        """What the layer sees of the target, [tokens, width]; `taps` in the config's order."""
+    def fused(
+        self, aux_hidden_states: Sequence[torch.Tensor]
+    ) -> torch.Tensor:  # each [tokens, target's width]
+        """What the layer sees of the target, [tokens, width]; in the order of `aux_layers`."""
         if self.config.fc_norm:
-            taps = [self._norm(tap, f"fc_norm.{i}") for i, tap in enumerate(taps)]
-        x = torch.cat(list(taps), -1)
+            aux_hidden_states = [
+                self._norm(hidden, f"fc_norm.{i}") for i, hidden in enumerate(aux_hidden_states)
+            ]
+        x = torch.cat(list(aux_hidden_states), -1)
         return self._fc(self._norm(x, "input_norm") if self.config.norm_before_fc else x)
 
     def enter(
@@ -98,10 +102,10 @@ class HeadLayer:
         self,
         tokens: torch.Tensor,  # [tokens], int64, as in `enter`
         layout: Any,
-        wants: Wants,
+        options: ForwardOptions,
         hidden: torch.Tensor,  # [tokens, width]
     ) -> Output:
-        """All logits of the layer's output, and as a tap what the next position sees of it."""
+        """All logits of the layer's output, as its hidden states what the next position sees."""
         entered, residual = self.enter(tokens, hidden, layout)
         attention = self.backend.begin(layout, entered.shape[1])
         x = self._out(attention(0, entered, self._scaling)).add_(residual)

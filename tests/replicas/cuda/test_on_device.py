@@ -142,14 +142,14 @@ def test_every_kind_of_pass_can_be_recorded(
 ) -> None:
     """Through the standing tensors, as on a GPU."""
     model = model_on_meta(architecture, dtype, **more)
-    taps = (0, 1) if "tiled" not in more else ()
+    aux_layers = (0, 1) if "tiled" not in more else ()
     for width in (1, 4):
-        one = FixedPass(model, Kind(ROWS, width, 5), taps, None)
+        one = FixedPass(model, Kind(ROWS, width, 5), aux_layers, None)
         with recordable():
             out = one.compute()
         assert out.logits is not None
         assert out.logits.shape == (ROWS * width, model.vocab)
-        assert len(out.taps) == len(taps)
+        assert len(out.aux_hidden_states) == len(aux_layers)
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
@@ -166,4 +166,4 @@ def test_so_can_passes_of_a_head(kind: str) -> None:
         out = one.compute()
     assert out.logits is not None
     assert out.logits.shape == (ROWS, TARGET_VOCAB)
-    assert [tap.shape for tap in out.taps] == [(ROWS, config.width)]
+    assert [states.shape for states in out.aux_hidden_states] == [(ROWS, config.width)]

@@ -158,10 +158,10 @@ def test_less_memory_shrinks_passes_first_then_rows_and_draft_tokens() -> None:
 def test_what_a_head_taps_of_the_target_is_counted() -> None:
     work, item = planned(memory=700_000_000).work, 4
     taken = computed_passes(SHAPES, item, on_gpu=False)(work)
-    tapping = dataclasses.replace(PAIR, draft=dataclasses.replace(PAIR.draft, taps=3))
+    tapping = dataclasses.replace(PAIR, draft=dataclasses.replace(PAIR.draft, aux_layers=3))
     plain, headed = (buffers(pair, work, item, taken, on_gpu=False) for pair in (PAIR, tapping))
-    tapped = 3 * work.pass_tokens * SHAPES[0].hidden * item
-    assert headed.prefill - plain.prefill >= tapped
+    aux_bytes = 3 * work.pass_tokens * SHAPES[0].hidden * item
+    assert headed.prefill - plain.prefill >= aux_bytes
     assert headed.total >= plain.total
 
 
