@@ -129,7 +129,7 @@ def _tried(
         done = [(batch, replica.step(batch))]
         for draft_len in draft_lens:
             ordered = sorted(lengths, key=lengths.__getitem__)
-            rows = tuple(StepRow(one, lengths[one], draft_len, blocks) for one in ordered)
+            rows = tuple(StepRow(id, lengths[id], draft_len, blocks) for id in ordered)
             batch = Batch(0, "", BatchKind.SPECULATE, rows=rows, draft_len=draft_len)
             done.append((batch, replica.step(batch)))
             for result in done[-1][1].rows:
@@ -149,7 +149,7 @@ def _prefills(replica: Trial) -> list[TriedBatch]:
             break
         tried = [_tried(replica, [content], 1)[0] for _ in range(PREFILLS + 1)]
         found += tried[1:]
-        if len(found) > PREFILLS and min(one.times.total_s for _, one in tried) > CHUNK_S_MAX:
+        if len(found) > PREFILLS and min(result.times.total_s for _, result in tried) > CHUNK_S_MAX:
             break
     return found
 

@@ -161,12 +161,12 @@ class Scheduler:
         if replica is None:
             return
         flights = list(replica.pipeline.batches.values())
-        rows = [row for one in flights for row in one.rows if row.live]
+        rows = [row for flight in flights for row in flight.rows if row.live]
         if event.by_batch:
             replica_died(rows, flights)
         self.pool.lose(replica)
         if event.by_batch:
-            in_flight = sum(len(one.rows) for one in flights)
+            in_flight = sum(len(flight.rows) for flight in flights)
             for sequence in rows:
                 if is_guilty(sequence, in_flight, self.config.failures_max):
                     deaths = sequence.record.deaths
@@ -217,8 +217,8 @@ class Scheduler:
         batch_failed(rows, size, replica.id)
         if batch.kind is BatchKind.SPECULATE and size > 1:
             replica.lower_rows_cap(size // 2)
-        guilty = [one for one in rows if is_guilty(one, size, self.config.failures_max)]
-        back = [one for one in rows if one not in guilty]
+        guilty = [row for row in rows if is_guilty(row, size, self.config.failures_max)]
+        back = [row for row in rows if row not in guilty]
         if batch.kind is BatchKind.SPECULATE:
             for sequence in rows:
                 self.pool.move(sequence, Move.STEPPED)
@@ -237,7 +237,7 @@ class Scheduler:
     # ----------------------------------------------------------------- parts of events
 
     def _tell_records(self, rows: list[Sequence]) -> None:
-        self._out.extend(RecordFailure(one.id, one.record) for one in rows if one.live)
+        self._out.extend(RecordFailure(row.id, row.record) for row in rows if row.live)
 
     def _end_batch(self, replica_id: str, batch_id: int) -> tuple[ReplicaRecord, InFlight] | None:
         """Takes a batch out of flight; None for one that is unknown or was answered before."""

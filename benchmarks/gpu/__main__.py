@@ -87,9 +87,9 @@ def show(modes: dict[str, Mode]) -> None:
         )
     header = ("mode", "state", "GPU memory, GB", "message")
     said = []
-    for name, one in modes.items():
-        message, memory_gb = one.message.replace("|", "\\|"), one.memory_gb or ""
-        said.append((name, one.state, memory_gb, message))
+    for name, mode in modes.items():
+        message, memory_gb = mode.message.replace("|", "\\|"), mode.memory_gb or ""
+        said.append((name, mode.state, memory_gb, message))
     print(table(header, said))
 
 
@@ -162,7 +162,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             target = f"planted:{args.shape}?scale={described['scale']!r}"
             mode.config = mode.config.model_copy(update={"target": target})
         described = attempt(name, mode, args, rates) | described
-        told = {each: {what: getattr(one, what) for what in TOLD} for each, one in modes.items()}
+        told = {each: {what: getattr(mode, what) for what in TOLD} for each, mode in modes.items()}
         write_json(args.json, {**described, "modes": told, "runs": rows_of(modes)})
     show(modes)
     return int(any(mode.state == "failed" for mode in modes.values()))

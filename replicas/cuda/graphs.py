@@ -77,9 +77,9 @@ class GraphedModel:
         """All that there ever are."""
         graph_pool = torch.cuda.graph_pool_handle() if model.device.type == "cuda" else None
         # From the largest to the smallest: what it takes serves all others.
-        kinds = product(buckets(rows_most), sorted(set(widths)), [one + beyond for one in blocks])
+        kinds = product(buckets(rows_most), sorted(set(widths)), [most + beyond for most in blocks])
         with _no_garbage_collected():
-            for kind in sorted((Kind(*one) for one in kinds), reverse=True):
+            for kind in sorted((Kind(*sizes) for sizes in kinds), reverse=True):
                 self.passes[kind] = FixedPass(model, kind, aux_layers, graph_pool, hidden_size)
         self._kinds = sorted(self.passes)
 
@@ -143,7 +143,7 @@ class FixedPass:
         def run() -> Output:
             layout = DeviceStepLayout(self._table, self._starts, kind.width, shape, reach)
             window = layout.window(0, kind.width)
-            hidden = [one.flatten(0, 1) for one in self._hidden]
+            hidden = [states.flatten(0, 1) for states in self._hidden]
             return model.forward(
                 self._tokens.reshape(-1), window, ForwardOptions(aux_layers=aux_layers), *hidden
             )

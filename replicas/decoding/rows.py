@@ -69,7 +69,7 @@ class RowState:
         return len(self._content) - self.decoding.prompt_tokens
 
     def _penalise(self, logits: torch.Tensor, draft: Sequence[int], counts: _Counts) -> None:
-        ids, new, seen = (one.to(logits.device) for one in counts.with_draft(draft))
+        ids, new, seen = (tensor.to(logits.device) for tensor in counts.with_draft(draft))
         scores = logits[:, ids].float()
         factor = self.decoding.repetition_penalty
         if factor != 1.0:

@@ -182,7 +182,7 @@ def _check_vocabularies(target_path: str, draft_path: str, config: ReplicaConfig
     draft = AutoTokenizer.from_pretrained(draft_path, trust_remote_code=remote)
     ours, theirs = target.get_vocab(), draft.get_vocab()
     if differing := {token for token, _ in ours.items() ^ theirs.items()}:
-        token = min(differing, key=lambda one: (ours.get(one, theirs.get(one)), one))
+        token = min(differing, key=lambda token: (ours.get(token, theirs.get(token)), token))
         raise PairRefused(
             f"target and draft have different vocabularies: {len(ours)} and {len(theirs)} tokens,"
             f" {len(differing)} of them differ; first {token!r}, which is"

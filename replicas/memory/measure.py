@@ -99,7 +99,7 @@ def measured_passes(
         # A narrower step may take more: its sums are by pieces of the context.
         widths = {width, min(width, backend.width_most)}
         return PassBytes(
-            max(taken(step, work.rows, one) for one in widths), taken(prefill, *chunks)
+            max(taken(step, work.rows, width) for width in widths), taken(prefill, *chunks)
         )
 
     return passes

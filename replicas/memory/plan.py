@@ -218,7 +218,7 @@ def _fitting(
     if not rows:
         return None
     all_widths = [wanted.shrunk(rows, k, width) for width in widths]
-    return next((one for one in all_widths if size(one) <= min(most, usual)), all_widths[-1])
+    return next((width for width in all_widths if size(width) <= min(most, usual)), all_widths[-1])
 
 
 def check_memory(config: ReplicaConfig, pair: PairShape, device: torch.device) -> None:

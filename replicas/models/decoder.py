@@ -145,7 +145,7 @@ class JoinedDecoder:
 
     @property
     def products(self) -> list[Product]:
-        of_layers = [(one.qkv, one.out, one.gate_up, one.down) for one in self._layers]
+        of_layers = [(layer.qkv, layer.out, layer.gate_up, layer.down) for layer in self._layers]
         return [self._head, *(product for layer in of_layers for product in layer)]
 
     @property
@@ -294,7 +294,7 @@ def _join(parts: Iterable[nn.Linear]) -> tuple[torch.Tensor, torch.Tensor | None
     joined: list[torch.Tensor | None] = []
     for name in ("weight", "bias"):
         own = [getattr(part, name) for part in parts if getattr(part, name) is not None]
-        whole = torch.cat([one.detach() for one in own]) if own else None
+        whole = torch.cat([tensor.detach() for tensor in own]) if own else None
         joined.append(whole)
         if whole is not None:
             views = torch.split(whole, [part.out_features for part in parts])

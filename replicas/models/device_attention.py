@@ -137,7 +137,7 @@ def _try_out(backend: PagedBackend) -> None:
     table = torch.arange(1, rows * columns + 1, device=device)
     table = table.view(columns, rows).flip(0).t().contiguous()
     ends = [max(room >> row, 1) for row in range(rows)]
-    for width in [one for one in _WIDTHS if one <= columns * shape.block_size]:
+    for width in [width for width in _WIDTHS if width <= columns * shape.block_size]:
         starts = [max(end - width, 0) for end in ends]
         window = backend.step_layout(table, starts, width).window(0, width)
         _compare(backend, window, [(start, start + width) for start in starts])

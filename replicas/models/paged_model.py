@@ -254,7 +254,7 @@ def plain_attention(
 ) -> torch.Tensor:  # [1, tokens, heads, head_dim]
     """Over the keys that are given, the last of which are the tokens' own."""
     heads, tokens = query.shape[1:3]
-    key, value = (one.repeat_interleave(heads // one.shape[1], 1) for one in (key, value))
+    key, value = (tensor.repeat_interleave(heads // tensor.shape[1], 1) for tensor in (key, value))
     keys = key.shape[2]
     hidden = torch.full((tokens, keys), -torch.inf, dtype=query.dtype, device=query.device)
     scores = query @ key.transpose(2, 3) * scale + hidden.triu(1 + keys - tokens)

@@ -209,7 +209,7 @@ def _best(
     if sampling.any_top_p:
         weights = _weights(scores)
         most = sampling.top_p * (_sum(weights) if total is None else total)
-        parts = (one.flatten(0, 1) for one in (scores, noisy, weights, most))
+        parts = (tensor.flatten(0, 1) for tensor in (scores, noisy, weights, most))
         _enter_nucleus(place.view(-1), *parts)
     return place, noisy
 

@@ -121,7 +121,7 @@ def _next_quarantined(replica: ReplicaRecord, pool: Pool) -> Placement:
         assert sequence.record.rows_limit is not None
         rows_most = min(rows_most, sequence.record.rows_limit)
         tokens += sequence.prefill_len
-        beside = [one for one, _, _ in chunks]
+        beside = [placed for placed, _, _ in chunks]
         fits = len(chunks) < rows_most and replica.has_blocks(sequence, beside)
         if chunks and (not fits or tokens > config.prefill_tokens_max):
             break
@@ -150,14 +150,14 @@ def _next_rows(replica: ReplicaRecord, pool: Pool, tokens: int) -> Placement:
     if replica.draining or rows_most <= 0:
         return placement
     # Asked once: the load of other replicas does not change while this one chooses.
-    others = [pool.replicas[one] for _, one in pool.open[:CANDIDATES_MAX] if one != replica.id]
+    others = [pool.replicas[id] for _, id in pool.open[:CANDIDATES_MAX] if id != replica.id]
     reserved_for = replica.reserved_for
     for sequence in islice(_as_far_as(reserved_for, pool.waiting.values()), SCAN_MAX):
         if len(chunks) >= rows_most:
             break
         if sequence.quarantined or not replica.could_hold(sequence):
             continue
-        if not replica.has_blocks(sequence, [one for one, _, _ in chunks]):
+        if not replica.has_blocks(sequence, [placed for placed, _, _ in chunks]):
             if sequence.reservation is None and reserved_for is None:
                 placement.reserve = sequence
                 break
@@ -201,7 +201,7 @@ def lightest(replica: ReplicaRecord, pool: Pool) -> ReplicaRecord | None:
         return None
     most, rows_max = pool.config.batches_in_flight_max, pool.config.rows_max
     takes = ((load, pool.replicas[replica_id]) for load, replica_id in pool.open)
-    load, target = next((one for one in takes if len(one[1].pipeline) < most), (0, None))
+    load, target = next((pair for pair in takes if len(pair[1].pipeline) < most), (0, None))
     if target is None or replica.load - load <= rows_max:
         return None
     if batches_per_round(load + 1, rows_max) >= batches_per_round(replica.load, rows_max):
@@ -225,8 +225,8 @@ def rows_to_move(
     # Tokens that a row would commit earlier, less those that its prefill costs.
     share = 1 - turns_there / turns
     gains = [
-        (one.tokens_left * share - one.length / PREFILL_TOKENS_PER_STEP, one)
-        for one in replica.ready
+        (row.tokens_left * share - row.length / PREFILL_TOKENS_PER_STEP, row)
+        for row in replica.ready
     ]
     most = min(config.prefill_rows_max, (replica.load - target.load) // 2)
     gains.sort(key=lambda pair: (-pair[0], pair[1].number))

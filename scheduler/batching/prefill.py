@@ -20,7 +20,7 @@ from scheduler.state import Chunk, ReplicaRecord, Sequence
 
 def oldest_partial(replica: ReplicaRecord) -> Sequence | None:
     """The row that arrived first of those that were begun."""
-    return min(replica.partial.values(), key=lambda one: one.number, default=None)
+    return min(replica.partial.values(), key=lambda row: row.number, default=None)
 
 
 def first_half(replica: ReplicaRecord, tokens: int) -> int:
@@ -34,7 +34,7 @@ def chunks_of_begun(replica: ReplicaRecord, rows: int, tokens: int, left: int) -
     them what the rows that waited have `left` of the rest, in `rows` places beside the oldest."""
     oldest, given = oldest_partial(replica), []
     for sequence in sorted(
-        replica.partial.values(), key=lambda one: one.prefill_len - one.prefilled
+        replica.partial.values(), key=lambda row: row.prefill_len - row.prefilled
     ):
         has = first_half(replica, tokens) if sequence is oldest else 0
         more = min(sequence.prefill_len - sequence.prefilled - has, left)

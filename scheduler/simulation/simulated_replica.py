@@ -212,8 +212,8 @@ class SimulatedReplica:
         self._batch = None
         self._let_go(batch)
         if batch.prefill:
-            filled = zip(batch.prefill, self._rows, strict=True)
-            rows = tuple(RowResult(row.sequence_id, reused=one.reused) for row, one in filled)
+            done = zip(batch.prefill, self._rows, strict=True)
+            rows = tuple(RowResult(row.sequence_id, reused=own.reused) for row, own in done)
             return StepResult(batch.id, self.id, rows, times=times)
         whole = StepTimes(
             draft_s=times.draft_s * steps,

@@ -102,10 +102,8 @@ class Pool:
         """(load, id) of the replicas that take sequences, the lightest first. Loads change often
         and are read seldom, so they are sorted when they are read."""
         if self._open is None:
-            self._open = [
-                (one.load, one.id) for one in self.replicas.values() if self.takes_more(one)
-            ]
-            self._open.sort()
+            takers = filter(self.takes_more, self.replicas.values())
+            self._open = sorted((replica.load, replica.id) for replica in takers)
         return self._open
 
     def place(self, sequence: Sequence, replica: ReplicaRecord, now_s: float) -> None:
@@ -286,7 +284,7 @@ class Pool:
         self._replicas_changed()
 
     def _replicas_changed(self) -> None:
-        self.specs = list(dict.fromkeys(one.spec for one in self.replicas.values()))
+        self.specs = list(dict.fromkeys(replica.spec for replica in self.replicas.values()))
         self._open = None
 
     # ----------------------------------------------------------------- deadlines

@@ -235,7 +235,7 @@ Chunk = tuple[Sequence, int, int]
 def answers_of(rows: list[Sequence], result: StepResult) -> list[Answer]:
     """These rows of a batch, each with what came back of it."""
     by_id = {row.sequence_id: row for row in result.rows}
-    return [(one, by_id.get(one.id) or RowResult(one.id)) for one in rows]
+    return [(row, by_id.get(row.id) or RowResult(row.id)) for row in rows]
 
 
 def truncate(

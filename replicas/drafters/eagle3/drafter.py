@@ -153,9 +153,9 @@ class Eagle3Drafter:
     ) -> Proposal:
         """`last`: the hidden states at each row's last position, by layer, if they are there."""
         ids, shift, table = self._layer.ids, self._layer.shift, request.table
-        k, spare = max(lens), next(one for one in last if one is not None)
+        k, spare = max(lens), next(states for states in last if states is not None)
         if None in last:  # such a row is computed in the scrap block: what it has stays
-            absent = upload([one is None for one in last], torch.bool, table.device)
+            absent = upload([states is None for states in last], torch.bool, table.device)
             table = table.masked_fill(absent[:, None], SCRAP_BLOCK)
         aux_hidden_states = _joined([states or spare for states in last])
         x = self._layer.fused([aux_hidden_states[index] for index in self._order])

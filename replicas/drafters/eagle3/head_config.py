@@ -155,8 +155,8 @@ def _aux_layers(ids: list[int] | None, layers: int) -> tuple[int, ...]:
     what these put out."""
     aux_layers = ids or [2, layers // 2, layers - 3]
     if aux_layers[0] == 1:
-        aux_layers = [one + 1 for one in aux_layers]
-    if not all(0 <= one < layers for one in aux_layers):
+        aux_layers = [number + 1 for number in aux_layers]
+    if not all(0 <= number < layers for number in aux_layers):
         raise PairRefused(
             f"eagle_aux_hidden_state_layer_ids: {ids or aux_layers} of a target with {layers}"
             " layers"

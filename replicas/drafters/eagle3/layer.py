@@ -52,7 +52,7 @@ class HeadLayer:
 
         attention, mlp = LAYER + "self_attn.", LAYER + "mlp."
         self._fc = product("fc")
-        self._qkv = product(*(f"{attention}{one}_proj" for one in "qkv"))
+        self._qkv = product(*(f"{attention}{letter}_proj" for letter in "qkv"))
         self._out = product(attention + "o_proj")
         self._gate_up = product(mlp + "gate_proj", mlp + "up_proj")
         self._down = product(mlp + "down_proj")
