@@ -81,8 +81,7 @@ def in_json(request: Request, number: int) -> Decoding:
 
 def documents_of(outputs: Sequence[Sequence[int]], tokenizer: Any) -> dict[str, int]:
     """How many came to their end, and how many of those are as their schemas say."""
-    eos = tokenizer.eos_token_id
-    ended = [number for number, output in enumerate(outputs) if output[-1] == eos]
+    ended = [number for number, ids in enumerate(outputs) if ids[-1] == tokenizer.eos_token_id]
     valid = 0
     for number in ended:
         document = json.loads(tokenizer.decode(outputs[number], skip_special_tokens=True))

@@ -80,8 +80,7 @@ def calibrated(
     spec = replace(spec, acceptance=share)
     if share is None or share >= RIGHT_LEAST:
         return spec
-    right = f"only {share:.1%} of first draft tokens right at load"
-    warning = f"{right}: the wrong weights or auxiliary layers?"
+    warning = f"only {share:.1%} of first draft tokens right at load: the wrong weights or layers?"
     _log.warning("%s: %s", spec.draft, warning)
     return replace(spec, drafter=f"{spec.drafter}, {warning}")
 

@@ -72,18 +72,16 @@ def step(
     else:
         ranges = [(start, start + width) for start, width in zip(starts, widths, strict=True)]
         window = target.backend.ranges_layout(rows.table, ranges)
-    chosen, aux_hidden_states = _verify(
-        target, drafter, rows, hooks, proposal, tokens, window, widths, watch
-    )
+    chosen, hidden = _verify(target, drafter, rows, hooks, proposal, tokens, window, widths, watch)
     outcome = _outcome(rows, proposal, chosen, absent, hooks)
     left_out = outcome.absent | outcome.failures.keys()
     if drafter is not None and len(left_out) < len(rows.ids):
-        observation = _observation(rows, outcome, own, widths, aux_hidden_states, left_out)
+        observed = _observation(rows, outcome, own, widths, hidden, left_out)
         if drafter.aux_layers:  # work for the device, once per step, as the check is
             with watch.section("verify"):
-                drafter.observe(observation)
+                drafter.observe(observed)
         else:
-            drafter.observe(observation)
+            drafter.observe(observed)
     return outcome
 
 
@@ -229,7 +227,7 @@ def _observation(
     outcome: Outcome,
     own: Sequence[int],
     widths: Sequence[int],
-    aux_hidden_states: list[torch.Tensor],  # each [tokens of the check, hidden]
+    hidden: list[torch.Tensor],  # each [tokens of the check, hidden]
     left_out: Set[int],
 ) -> Observation:
     """Of the rows that go on from here, all but those that are left out."""
@@ -240,9 +238,9 @@ def _observation(
     ranges = [
         (len(rows.contents[row]) - 1, len(rows.contents[row]) + outcome.accepted[row]) for row in on
     ]
-    if aux_hidden_states:
-        kept = _kept(outcome.accepted, widths, left_out).to(aux_hidden_states[0].device)
-        aux_hidden_states = [hidden.index_select(0, kept) for hidden in aux_hidden_states]
+    if hidden:
+        kept = _kept(outcome.accepted, widths, left_out).to(hidden[0].device)
+        hidden = [states.index_select(0, kept) for states in hidden]
     return Observation(
         [rows.ids[row] for row in on],
         [rows.contents[row] for row in on],
@@ -250,7 +248,7 @@ def _observation(
         table,
         [outcome.committed[row] for row in on],
         [own[row] for row in on],
-        aux_hidden_states,
+        hidden,
     )
 
 

@@ -13,19 +13,19 @@ import msgspec
 
 from scheduler.decoding import TokenLogprobs
 from scheduler.requests import (
-    Batch as Batch,
-    BatchKind as BatchKind,
-    PrefillRow as PrefillRow,
-    Priority as Priority,
-    ReplicaSpec as ReplicaSpec,
-    Request as Request,
-    RowFailure as RowFailure,
-    RowResult as RowResult,
-    Sampling as Sampling,
-    StepResult as StepResult,
-    StepRow as StepRow,
-    StepTimes as StepTimes,
-    TriedBatch as TriedBatch,
+    Batch,
+    BatchKind,
+    PrefillRow,
+    Priority,
+    ReplicaSpec,
+    Request,
+    RowFailure,
+    RowResult,
+    Sampling,
+    StepResult,
+    StepRow,
+    StepTimes,
+    TriedBatch,
 )
 
 

@@ -61,12 +61,12 @@ class OracleDrafter:
         if self._worker is not None:
             self._worker.end(row)
 
-    def observe(self, observation: Observation) -> None:
-        for row, (begin, end) in zip(observation.ids, observation.ranges, strict=True):
+    def observe(self, observed: Observation) -> None:
+        for row, (begin, end) in zip(observed.ids, observed.ranges, strict=True):
             assert self.rows[row] == begin, "what is seen follows on what was seen before"
             self.rows[row] = end
         if self._worker is not None:
-            self._worker.observe(observation)
+            self._worker.observe(observed)
 
     def propose(self, request: DraftRequest, watch: Stopwatch) -> Proposal:
         if self._worker is not None:

@@ -143,10 +143,9 @@ class FixedPass:
         def run() -> Output:
             layout = DeviceStepLayout(self._table, self._starts, kind.width, shape, reach)
             window = layout.window(0, kind.width)
+            options = ForwardOptions(aux_layers=aux_layers)
             hidden = [states.flatten(0, 1) for states in self._hidden]
-            return model.forward(
-                self._tokens.reshape(-1), window, ForwardOptions(aux_layers=aux_layers), *hidden
-            )
+            return model.forward(self._tokens.reshape(-1), window, options, *hidden)
 
         self.compute = run
         """What is recorded: the pass on its standing tensors."""

@@ -52,16 +52,14 @@ class ModelDrafter:
     def valid(self, row: str) -> int | None:
         return self._valid[row]
 
-    def observe(self, observation: Observation) -> None:
-        if observation.drafted is None:
-            self._prefill(
-                observation.ids, observation.contents, observation.ranges, observation.table
-            )
-        elif (k := max(observation.drafted)) > 0:
-            for index, (_, end) in enumerate(observation.ranges):
+    def observe(self, observed: Observation) -> None:
+        if observed.drafted is None:
+            self._prefill(observed.ids, observed.contents, observed.ranges, observed.table)
+        elif (k := max(observed.drafted)) > 0:
+            for index, (_, end) in enumerate(observed.ranges):
                 # Drafting fed all proposed tokens but the last one.
-                fed = len(observation.contents[index]) + min(observation.drafted[index], k - 1)
-                self._valid[observation.ids[index]] = min(end, fed)
+                fed = len(observed.contents[index]) + min(observed.drafted[index], k - 1)
+                self._valid[observed.ids[index]] = min(end, fed)
 
     def rollback(self, rows: Sequence[str], lengths: Sequence[int]) -> None:
         for row, length in zip(rows, lengths, strict=True):

@@ -87,9 +87,8 @@ class Drafter(Protocol):
     name: str
     """Of its weights, if it has any: caches of drafters with different names are never shared."""
     aux_layers: tuple[int, ...]
-    """Layers of the target after which it wants the hidden states, rising; see
-    `ForwardOptions.aux_layers`. With any, its KV
-    of a position depends on the next token, too."""
+    """Layers of the target whose hidden states it wants to see, rising; see
+    `ForwardOptions.aux_layers`. With any, its KV of a position depends on the next token, too."""
 
     def begin(self, row: str, tokens: Sequence[int], salt: str, prefilled: int) -> None:
         """A row's life on this replica begins; its first `prefilled` KV positions are shared
@@ -101,7 +100,7 @@ class Drafter(Protocol):
         """The row has left; unknown ones are ignored."""
         ...
 
-    def observe(self, observation: Observation) -> None:
+    def observe(self, observed: Observation) -> None:
         """After each prefill chunk and each check, also of a step without drafts."""
         ...
 

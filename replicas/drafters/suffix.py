@@ -66,8 +66,8 @@ class SuffixDrafter:
                 self._outputs[salt] = younger = History(outputs.tokens[-OUTPUTS_TOKENS // 2 :])
                 self.size += _size(younger)
 
-    def observe(self, observation: Observation) -> None:
-        for row, tokens in zip(observation.ids, observation.committed, strict=False):
+    def observe(self, observed: Observation) -> None:
+        for row, tokens in zip(observed.ids, observed.committed, strict=False):
             self.rows[row].history.extend(tokens)
 
     def propose(self, request: DraftRequest, watch: Stopwatch) -> Proposal:

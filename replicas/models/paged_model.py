@@ -131,13 +131,11 @@ class PagedModel:
             rows = kept.shape[0]
             kept = pad(kept, (0, self.arithmetic.padded(rows) - rows))
         if self.decoder is None:
-            logits, aux_hidden_states = self._own(tokens, layout, kept, options.aux_layers)
+            logits, hidden = self._own(tokens, layout, kept, options.aux_layers)
         else:
-            logits, aux_hidden_states = self._joined(
-                self.decoder, tokens, layout, kept, options.aux_layers
-            )
-        aux_hidden_states = [hidden[:count] for hidden in aux_hidden_states]
-        return Output(None if logits is None else logits[:rows], aux_hidden_states)
+            logits, hidden = self._joined(self.decoder, tokens, layout, kept, options.aux_layers)
+        hidden = [states[:count] for states in hidden]
+        return Output(None if logits is None else logits[:rows], hidden)
 
     def _joined(
         self,
@@ -149,14 +147,14 @@ class PagedModel:
     ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
         kv_only = kept is False
         attention = self.backend.begin(layout, decoder.stride)
-        x, aux_hidden_states = decoder.forward(
+        x, hidden = decoder.forward(
             tokens, layout.positions, layout.slots, attention, aux_layers, kv_only
         )
         if kv_only:
-            return None, aux_hidden_states
+            return None, hidden
         if isinstance(kept, torch.Tensor):
             x = x.index_select(0, kept)
-        return decoder.logits(x), aux_hidden_states
+        return decoder.logits(x), hidden
 
     def _own(
         self,
@@ -180,8 +178,8 @@ class PagedModel:
             )
         finally:
             _PASS.reset(reset)
-        aux_hidden_states = [out.hidden_states[number][0] for number in aux_layers]
-        return (None if kept is False else out.logits[0]), aux_hidden_states
+        hidden = [out.hidden_states[number][0] for number in aux_layers]
+        return (None if kept is False else out.logits[0]), hidden
 
 
 # --------------------------------------------------------------------------- transformers' doors

@@ -1,8 +1,7 @@
 """One drafter for all ranks of a replica: rank 0 proposes, the others get its tokens.
 
 The other ranks hold no drafter. What else the drafter decides there, because it decides which
-blocks are shared, comes with rank 0's messages: its name and auxiliary layers, and how far
-its caches reach.
+blocks are shared, comes with rank 0's messages: its name, its layers, how far its caches reach.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class LeadingDrafter:
         k = max(proposal.lens)
         lens = torch.tensor(proposal.lens, device=proposal.tokens.device)[None]
         drafts = torch.cat((lens, proposal.tokens[:k]))
-        drafts = pad(drafts, (0, 0, 0, request.k - k))  # [1 + ask.k, rows], int64
+        drafts = pad(drafts, (0, 0, 0, request.k - k))  # [1 + request.k, rows], int64
         dist.broadcast(drafts, src=0)
         return Proposal(drafts[1 : 1 + k], proposal.lens)
 
@@ -51,7 +50,7 @@ class FollowingDrafter:
 
     def end(self, row: str) -> None: ...
 
-    def observe(self, observation: Observation) -> None: ...
+    def observe(self, observed: Observation) -> None: ...
 
     def rollback(self, rows: Sequence[str], lengths: Sequence[int]) -> None: ...
 

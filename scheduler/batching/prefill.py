@@ -32,10 +32,8 @@ def first_half(replica: ReplicaRecord, tokens: int) -> int:
 def chunks_of_begun(replica: ReplicaRecord, rows: int, tokens: int, left: int) -> list[Chunk]:
     """What rows that were begun have of a batch of so many tokens: the oldest its half, and all of
     them what the rows that waited have `left` of the rest, in `rows` places beside the oldest."""
-    oldest, given = oldest_partial(replica), []
-    for sequence in sorted(
-        replica.partial.values(), key=lambda row: row.prefill_len - row.prefilled
-    ):
+    oldest, given, begun = oldest_partial(replica), [], replica.partial.values()
+    for sequence in sorted(begun, key=lambda row: row.prefill_len - row.prefilled):
         has = first_half(replica, tokens) if sequence is oldest else 0
         more = min(sequence.prefill_len - sequence.prefilled - has, left)
         if not has and (rows <= 0 or not more):

@@ -81,9 +81,9 @@ def _check_replica(pool: Pool, replica: ReplicaRecord) -> None:
     name = f"replica {replica.id}"
     residents = list(replica.residents.values())
     for resident in residents:
-        known = pool.sequences.get(resident.id) is resident
-        assert known, f"{name}: resident {resident.id} is not in the pool"
-        assert resident.replica_id == replica.id, f"{name}: resident {resident.id} is elsewhere"
+        where = f"{name}: resident {resident.id}"
+        assert pool.sequences.get(resident.id) is resident, f"{where} is not in the pool"
+        assert resident.replica_id == replica.id, f"{where} is elsewhere"
     assert replica.blocks_used == sum(resident.blocks for resident in residents), f"{name}: blocks"
     assert 0 <= replica.blocks_used <= replica.spec.kv_blocks, f"{name}: too many blocks"
     assert len(residents) <= pool.config.residents_max, f"{name}: too many residents"

@@ -180,10 +180,9 @@ class WaitingQueue(Mapping[str, Sequence]):
         inside = list(self)
         assert len(inside) == len(set(inside)), "a sequence waits in two places"
         assert set(inside) == set(self._sequences), "the order differs from the queue"
-        sequences = self._sequences.values()
-        assert self.tokens == sum(sequence.length_max for sequence in sequences), "tokens"
-        left = sum(sequence.tokens_left for sequence in sequences)
-        assert self.tokens_left == left, "tokens left"
+        rows = self._sequences.values()
+        assert self.tokens == sum(row.length_max for row in rows), "tokens"
+        assert self.tokens_left == sum(row.tokens_left for row in rows), "tokens left"
         for queue in self._classes.values():
             assert all(due and due == sorted(due) for due in queue.waiting.values()), "due"
             assert queue.waiting.keys() <= queue.served.keys(), "tenants differ"

@@ -134,5 +134,5 @@ def test_a_right_head_is_not_warned_about_and_another_targets_is(
     spec = calibrated(replica, *replica.planned, replica.aux_layers)
     assert spec.acceptance is not None
     assert (spec.acceptance > 0.5) == right, spec.acceptance
-    assert ("the wrong weights or auxiliary layers?" in spec.drafter) == (not right)
+    assert ("the wrong weights or layers?" in spec.drafter) == (not right)
     assert bool(caplog.records) == (not right)

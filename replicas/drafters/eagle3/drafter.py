@@ -81,30 +81,29 @@ class Eagle3Drafter:
             row.tokens = row.tokens[:count]
             row.hidden = [[states[:count] for states in _joined(row.hidden)]] if row.tokens else []
 
-    def observe(self, observation: Observation) -> None:
+    def observe(self, observed: Observation) -> None:
         first = 0
-        drafted = observation.drafted or [0] * len(observation.ids)
+        drafted = observed.drafted or [0] * len(observed.ids)
         for index, (content, (begin, end)) in enumerate(
-            zip(observation.contents, observation.ranges, strict=True)
+            zip(observed.contents, observed.ranges, strict=True)
         ):
-            row = self._rows[observation.ids[index]]
+            row = self._rows[observed.ids[index]]
             assert len(row) == begin, "it sees every position once"
             if drafted[index]:  # which took in the last position
                 row.valid, row.last, row.tokens, row.hidden = begin, None, [], []
             # Of a check all next tokens are new, of a prefill none is.
-            committed = observation.committed
-            new = committed[index] if committed else content[begin + 1 : end + 1]
+            new = observed.committed[index] if observed.committed else content[begin + 1 : end + 1]
             row.tokens += new
             if new:
-                of_layers = observation.aux_hidden_states
-                parts = [states[first : first + end - begin] for states in of_layers]
+                span = slice(first, first + end - begin)
+                parts = [states[span] for states in observed.aux_hidden_states]
                 # A single position may be kept, and the next pass writes where a recording's are.
                 row.hidden.append([part.clone() for part in parts] if end - begin == 1 else parts)
             first += end - begin
-        if observation.drafted is None:  # after a prefill it is as far as the target is
-            self._take_in(observation.ids, observation.table, least=1)
-        elif any(drafted) or any(len(self._rows[id].tokens) >= TOGETHER for id in observation.ids):
-            self._take_in(observation.ids, observation.table)
+        if observed.drafted is None:  # after a prefill it is as far as the target is
+            self._take_in(observed.ids, observed.table, least=1)
+        elif any(drafted) or any(len(self._rows[id].tokens) >= TOGETHER for id in observed.ids):
+            self._take_in(observed.ids, observed.table)
 
     def _take_in(
         self,

@@ -153,12 +153,11 @@ def _layer(said: Mapping[str, Any]) -> Any:
 def _aux_layers(ids: list[int] | None, layers: int) -> tuple[int, ...]:
     """As transformers numbers hidden states. Ids that begin with 1 count layers from 0 and mean
     what these put out."""
-    aux_layers = ids or [2, layers // 2, layers - 3]
-    if aux_layers[0] == 1:
-        aux_layers = [number + 1 for number in aux_layers]
-    if not all(0 <= number < layers for number in aux_layers):
+    numbers = ids or [2, layers // 2, layers - 3]
+    if numbers[0] == 1:
+        numbers = [number + 1 for number in numbers]
+    if not all(0 <= number < layers for number in numbers):
         raise PairRefused(
-            f"eagle_aux_hidden_state_layer_ids: {ids or aux_layers} of a target with {layers}"
-            " layers"
+            f"eagle_aux_hidden_state_layer_ids: {ids or numbers} of a target with {layers} layers"
         )
-    return tuple(aux_layers)
+    return tuple(numbers)

@@ -62,15 +62,11 @@ class HeadLayer:
         cos, sin = rotary(torch.empty(0, dtype=cache.dtype, device=embeddings.device), positions)
         self._cos, self._sin = cos[0][:, None], sin[0][:, None]  # [context_len, 1, head_dim]
 
-    def fused(
-        self, aux_hidden_states: Sequence[torch.Tensor]
-    ) -> torch.Tensor:  # each [tokens, target's width]
+    def fused(self, hidden: Sequence[torch.Tensor]) -> torch.Tensor:  # each [tokens, target's]
         """What the layer sees of the target, [tokens, width]; in the order of `aux_layers`."""
         if self.config.fc_norm:
-            aux_hidden_states = [
-                self._norm(hidden, f"fc_norm.{i}") for i, hidden in enumerate(aux_hidden_states)
-            ]
-        x = torch.cat(list(aux_hidden_states), -1)
+            hidden = [self._norm(states, f"fc_norm.{i}") for i, states in enumerate(hidden)]
+        x = torch.cat(list(hidden), -1)
         return self._fc(self._norm(x, "input_norm") if self.config.norm_before_fc else x)
 
     def enter(
