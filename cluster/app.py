@@ -25,6 +25,7 @@ from cluster.config import ClusterConfig
 from cluster.config_sources import from_args
 from cluster.frontend.grpc_api.api import GrpcApi
 from cluster.frontend.http_api.app import http_app
+from cluster.frontend.proxy.pacing import PacedAnswers
 from cluster.frontend.service import FrontendService
 from cluster.frontend.target_text import TargetText
 from cluster.metrics import FrontendMeter, ray_sink
@@ -47,8 +48,11 @@ APP_NAME = "lockstep"
 SERVICER_FUNCTIONS = (
     "cluster.frontend.grpc_api.handlers.add_LockstepServicer_to_server",
     "cluster.frontend.grpc_api.handlers.add_HealthServicer_to_server",
+    "cluster.frontend.proxy.limits.limit_http",
 )
 """What Serve's gRPC proxy must be told, by `start` or by a Serve config file."""
+LIMIT_PROXY = "cluster.frontend.proxy.limits.limit_proxy"
+"""What Serve's proxies must call, by a variable of the environment where Ray starts."""
 
 REPLICA = "replica"
 """Name of the replicas' deployment."""
@@ -157,7 +161,9 @@ class FrontendDeployment(GrpcApi):
         self.service.check()
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        return http_app(self.service)
+        app = http_app(self.service)
+        app.add_middleware(PacedAnswers)
+        return app
 
     async def __del__(self) -> None:
         if hasattr(self, "service"):

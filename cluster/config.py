@@ -67,11 +67,25 @@ class FrontendConfig(_Settings):
     timeout_s: float = Field(600.0, gt=0, description="Deadline where a request sets none.")
     prompt_bytes_max: int = Field(1 << 20, ge=1, description="Longest prompt text in UTF-8.")
     sequences_max: int = Field(128, ge=1, description="Sequences of one call.")
+    logprobs_max: int = Field(
+        1 << 20,
+        ge=1,
+        description="Log-probabilities of one call: for each token of its prompts and answers of "
+        "which they are asked for, one of its own and one for each likeliest token in its place. "
+        "A frontend holds about 130 bytes for each.",
+    )
     coalesce_ms: float = Field(20.0, ge=0, description="Least time between chunks of a stream.")
     requests_max: int = Field(10_000, ge=1, description="Requests in flight per frontend.")
     message_bytes_max: int = Field(
         4 << 20, ge=1024, description="Longest request on the wire, gRPC message or HTTP body."
     )
+    bounded_s_max: float = Field(
+        2.0,
+        ge=0.01,
+        description="Seconds of a processor that the check of a structure (a JSON schema, an "
+        "expression, a grammar) or the rendering of a chat template may take.",
+    )
+    bounded_mb_max: int = Field(512, ge=16, description="Memory that either may take.")
 
 
 class ServerConfig(_Settings):

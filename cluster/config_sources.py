@@ -22,6 +22,9 @@ ALIASES: Mapping[str, str] = {
 }
 """Other servers' names for the same settings."""
 _DRAFTER = {"draft", "speculative"}
+_TEXT_BYTES_MAX = 1 << 20
+_YAML_VALUES_MAX = 100_000
+"""PyYAML takes a kilobyte for one, of which a character may be all that stands in the text."""
 
 
 def from_args(args: Mapping[str, Any]) -> ClusterConfig:
@@ -80,10 +83,9 @@ def from_file(path: Path) -> ClusterConfig:
     """
     text = text_of(path)
     try:
-        data = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError) as error:
-        # PyYAML raises whatever Python does with a value that its tag or form does not fit.
-        raise ConfigError(f"{path}: not YAML: {error}") from None
+        data = yaml_of(text)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
     if data is None:
         return ClusterConfig()
     if not isinstance(data, dict):
@@ -91,10 +93,54 @@ def from_file(path: Path) -> ClusterConfig:
     return from_args(_serve_file_args(data) if "applications" in data else data)
 
 
-def text_of(path: Path) -> str:
-    """Raises `ConfigError` for what is not UTF-8, and `OSError`."""
+def yaml_of(text: str) -> Any:
+    """What the YAML says, in Python's own types.
+
+    Raises `ConfigError` with the line and no word of the text: a key may stand there.
+    """
     try:
-        return path.read_text(encoding="utf-8")
+        return yaml.load(text, _Bounded)
+    except ConfigError:
+        raise
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 0
+        raise ConfigError(f"line {line}: not YAML: {error.problem}") from None
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError):
+        # PyYAML raises whatever Python does with a value that its tag or form does not fit.
+        raise ConfigError("not YAML") from None
+
+
+class _Bounded(yaml.SafeLoader):
+    """Each line of aliases may double what is read: 30 lines are enough for gigabytes.
+
+    Raises `ConfigError`.
+    """
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._values = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        self._values += 1
+        refused = None
+        if self.check_event(yaml.AliasEvent):
+            refused = "aliases (*name) are not read"
+        elif self._values > _YAML_VALUES_MAX:
+            refused = f"more than {_YAML_VALUES_MAX} values"
+        if refused:
+            line = self.peek_event().start_mark.line + 1  # type: ignore[no-untyped-call]
+            raise ConfigError(f"line {line}: {refused}")
+        return super().compose_node(parent, index)
+
+
+def text_of(path: Path) -> str:
+    """Raises `ConfigError` for what is not UTF-8 or too long, and `OSError`."""
+    with path.open("rb") as file:
+        data = file.read(_TEXT_BYTES_MAX + 1)
+    if len(data) > _TEXT_BYTES_MAX:
+        raise ConfigError(f"{path}: more than {_TEXT_BYTES_MAX >> 20} MiB")
+    try:
+        return data.decode("utf-8")
     except UnicodeDecodeError:
         raise ConfigError(f"{path}: not UTF-8") from None
 

@@ -23,7 +23,8 @@ from ray.serve.config import HTTPOptions, gRPCOptions
 from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, DeploymentStatusOverview
 from ray.util import list_named_actors
 
-from cluster.app import APP_NAME, REPLICA, SERVICER_FUNCTIONS, build_app
+from cluster import own_ray
+from cluster.app import APP_NAME, LIMIT_PROXY, REPLICA, SERVICER_FUNCTIONS, build_app
 from cluster.config import ClusterConfig
 from cluster.pool.protocol import NAMESPACE
 from cluster.pool.ray_pool import stop_pools
@@ -49,6 +50,8 @@ def ray_environment(config: ClusterConfig) -> dict[str, str]:
     transport_bytes = 4 * config.frontend.message_bytes_max
     return {
         "RAY_USAGE_STATS_ENABLED": "0",
+        # Of Python: `python -c` in a worker or below it does not import from where it starts.
+        "PYTHONSAFEPATH": "1",
         # By default Ray's workers yield to every other process of the machine: beside one that is
         # always busy a replica of two threads took thirty times as long for a step.
         "RAY_worker_niceness": "0",
@@ -65,6 +68,9 @@ def ray_environment(config: ClusterConfig) -> dict[str, str]:
         # The proxies' own limit, of requests and of answers; up to it the frontend says what is
         # wrong, above it gRPC does.
         "RAY_SERVE_GRPC_MAX_MESSAGE_SIZE": str(transport_bytes),
+        # Called in each proxy: limits of headers and of gRPC's streams, which Serve does not have,
+        # and headers that it cannot decode, which would be an error of the server.
+        "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": LIMIT_PROXY,
         # Three of these until a dead proxy is replaced; by default no client gets in for 30 s.
         "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
         # From the proxy to the frontend by gRPC: there a chunk costs half of what it costs as an
@@ -105,11 +111,14 @@ class ClusterRun:
         if not ray.is_initialized():
             for name, value in ray_environment(self._config).items():
                 os.environ.setdefault(name, value)
-            ray.init(
-                address=None if join_ray else "local",
-                include_dashboard=False,
-                logging_level=logging.INFO if tell is None else logging.ERROR,
-            )
+            try:
+                connect = own_ray.join if join_ray and own_ray.is_there() else own_ray.begin
+                connect(
+                    include_dashboard=False,
+                    logging_level=logging.INFO if tell is None else logging.ERROR,
+                )
+            except OSError as error:
+                raise StartFailed(str(error)) from error
             worker._worker_logs_enabled = tell is None
             if tell is not None:
                 # The name is that of Ray's own, by which `ray.shutdown` takes it away.

@@ -16,23 +16,20 @@ from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass as validated
 
 from cluster.cli.terminal import Bars
-from cluster.config import ClusterConfig, ConfigError
-from cluster.config_sources import ALIASES, from_args
 from cluster.frontend.admission.control import Caller
+from cluster.frontend.bounded import BoundedWork
 from cluster.frontend.calls import GenerateCall, check_call
 from cluster.frontend.prompts import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from cluster.frontend.requests import drawn_seed, requests_of
 from cluster.frontend.structure import Structure
 from cluster.frontend.target_text import TargetText
 from cluster.frontend.text import TextStream
-from cluster.local_engine import NO_QUEUE_LIMITS, LocalEngine, Output
-from replicas.names import with_revision
+from cluster.local_engine import LocalEngine, Output
+from lockstep.arguments import TEN_YEARS_S, Arguments
 from replicas.parallel import load_replica
 from scheduler.decoding import TokenLogprobs
 from scheduler.errors import InvalidRequest, LockstepError
 from scheduler.messages import FinishReason, Request, Usage
-
-_TEN_YEARS_S = 3e8
 
 
 @validated(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
@@ -153,22 +150,12 @@ class LLM:
 
         Raises ConfigError, and what loading raises.
         """
-        for place, alias in ALIASES.items():
-            section, name = place.split(".")
-            if section == "replica" and alias in replica:
-                if name in replica:
-                    raise ConfigError(f"{alias}: also given as {name}")
-                replica[name] = replica.pop(alias)
-        target = model if revision is None else with_revision(model, revision)
-        sections: dict[str, Any] = {"seed": seed, "replica": {"target": target, **replica}}
-        if speculative_config is not None:
-            sections["replica"]["speculative"] = dict(speculative_config)
-        sections["scheduler"] = {**NO_QUEUE_LIMITS, "timeout_s_max": _TEN_YEARS_S}
-        if rows_max is not None:
-            sections["scheduler"]["rows_max"] = rows_max
-        self._config: ClusterConfig = from_args(sections)
-        self._text = TargetText.load(self._config.replica)
-        self._replica = load_replica(self._config.planned_replica)
+        given = Arguments(model, speculative_config, rows_max, seed, revision, replica)
+        with given.named():
+            self._config = given.settings()
+            self._text = TargetText.load(self._config.replica)
+            self._bounded = BoundedWork(self._text, self._config.frontend)
+            self._replica = load_replica(self._config.planned_replica)
         self._number = 0
 
     def generate(
@@ -263,9 +250,13 @@ class LLM:
     def _request(self, call: GenerateCall, prompt: Prompt) -> Request:
         text = self._text
         check_call(call, self._config, text.context_len)
-        grammar = "" if call.structure is None else text.grammar(call.structure)
-        call = replace(call, timeout_s=_TEN_YEARS_S)
-        [request] = requests_of(call, 0, text.tokens(prompt), text, self._config, grammar)
+        grammar = "" if call.structure is None else self._bounded.grammar_now(call.structure)
+        if isinstance(prompt, ChatPrompt):
+            tokens = text.encode_rendered(self._bounded.rendered_now(prompt))
+        else:
+            tokens = text.tokens(prompt)
+        call = replace(call, timeout_s=TEN_YEARS_S)
+        [request] = requests_of(call, 0, tokens, text, self._config, grammar)
         self._number += 1
         return replace(request, id=str(self._number))
 

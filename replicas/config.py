@@ -227,5 +227,5 @@ class ReplicaConfig(BaseModel):
         if self.tensor_parallel > 1 and ":" in self.device:
             raise ValueError(f"tensor_parallel: device {self.device} is one of several; say 'cuda'")
         if self.speculative is not None and self.draft not in (DEMO, None):
-            raise ValueError(f"draft: {self.draft!r} beside speculative, which says what drafts")
+            raise ValueError(f"draft: {self.draft!r} beside a speculative config, which says too")
         return self

@@ -7,9 +7,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 
 START_S = 240.0
 STOP_S = 60.0
@@ -18,17 +19,22 @@ _ROOT = Path(__file__).parents[1]
 
 @contextmanager
 def lockstep_serve(
-    arguments: Sequence[str], log: Path, ray_address: str = "local"
+    arguments: Sequence[str],
+    log: Path,
+    ray_address: str = "local",
+    command: Sequence[str] = ("-m", "cluster.cli.main"),
+    cwd: Path = _ROOT,
+    variables: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Ready to serve; stopped at the end, if it is still there. What it prints is in `log`."""
-    environment = os.environ | {"RAY_ADDRESS": ray_address, "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"RAY_ADDRESS": ray_address, "OMP_NUM_THREADS": "1"} | variables
     with log.open("wb") as out:
         process = subprocess.Popen(
-            [sys.executable, "-m", "cluster.cli.main", "serve", *arguments],
+            [sys.executable, *command, "serve", *arguments],
             stdout=out,
             stderr=out,
             env=environment,
-            cwd=_ROOT,
+            cwd=cwd,
             # A group of its own, as a shell gives to what it runs: Ctrl-C is sent to all of it.
             start_new_session=True,
         )

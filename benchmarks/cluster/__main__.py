@@ -21,6 +21,7 @@ from benchmarks.cluster.parts import measure_real, measure_synthetic
 from benchmarks.shared.command_line import parser_of
 from benchmarks.shared.report import machine, table, write_json
 from benchmarks.shared.synthetic import Speed
+from cluster.cli.serve import with_paths
 from cluster.config import ClusterConfig
 from cluster.config_sources import from_args
 
@@ -68,7 +69,7 @@ def main() -> None:
     args = parser.parse_args()
 
     def config_of(replicas: int) -> ClusterConfig:
-        return from_args(
+        config = from_args(
             {
                 "replicas": replicas,
                 "target": args.target,
@@ -80,6 +81,7 @@ def main() -> None:
                 "http_port": args.grpc_port + 1,
             }
         )
+        return with_paths(config)
 
     size = (args.in_flight, args.requests_per_client, args.new_tokens, args.rounds)
     step_s = args.step_ms / 1000

@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 from rich.console import Console
@@ -28,6 +28,10 @@ from cluster.frontend.prompts import ChatPrompt
 from protos import lockstep_pb2 as pb
 from replicas.names import TINY
 from scheduler.messages import Request
+
+if TYPE_CHECKING:
+    from cluster.frontend.bounded import BoundedWork
+    from cluster.frontend.target_text import TargetText
 
 QUESTIONS = (
     "Why is the sky blue?",
@@ -170,18 +174,20 @@ def _compare(
     import torch
     from transformers.utils import logging as transformers_logging
 
+    from cluster.frontend.bounded import BoundedWork
     from cluster.frontend.target_text import TargetText
     from cluster.verify import differences, just_enough, transformers_greedy
 
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
     text = TargetText.load(config.replica)
+    bounded = BoundedWork(text, config.frontend)
     chat = answers[0].chat
     if not chat:
         # One row of a tiny model: more threads only wait for each other.
         torch.set_num_threads(1)
     requests = [
-        Request(str(index), _prompt(text, answer), max_new_tokens)
+        Request(str(index), _prompt(text, bounded, answer), max_new_tokens)
         for index, answer in enumerate(answers)
     ]
     ends = text.end_of_turn_ids if chat else text.eos_token_ids
@@ -198,13 +204,11 @@ def _compare(
     return len(answers) - len(found), sum(each.tie for each in found)
 
 
-def _prompt(text: Any, answer: Answer) -> tuple[int, ...]:
+def _prompt(text: TargetText, bounded: BoundedWork, answer: Answer) -> tuple[int, ...]:
     if answer.chat:
-        prompt: tuple[int, ...] = text.encode_chat(
-            ChatPrompt([{"role": "user", "content": answer.question}])
-        )
-        return prompt
-    return tuple(text.encode(answer.question))
+        asked = ChatPrompt([{"role": "user", "content": answer.question}])
+        return text.encode_rendered(bounded.rendered_now(asked))
+    return text.encode(answer.question)
 
 
 def _figures(

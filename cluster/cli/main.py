@@ -31,7 +31,7 @@ main = typer.Typer(
 Verbose = Annotated[
     bool,
     typer.Option(
-        "--verbose", help="Ray's and Serve's lines here, not only in /tmp/ray/session_latest/logs."
+        "--verbose", help="Ray's and Serve's lines here, not only in Ray's session_latest/logs."
     ),
 ]
 

@@ -92,7 +92,8 @@ class Terminal:
         if self.tell is not None:
             self.say(
                 "Their logs are on each node, in session_latest/logs of Ray's temporary directory"
-                " (/tmp/ray); --verbose shows them here."
+                f" (/tmp/lockstep-{os.geteuid()}/ray; /tmp/ray where Ray ran before); --verbose"
+                " shows them here."
             )
 
     def take(self, logged: Mapping[str, Any]) -> None:

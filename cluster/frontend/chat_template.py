@@ -1,6 +1,7 @@
-"""A chat template as a text: whether it compiles, and what it makes of a conversation.
+"""Whether a chat template compiles, and what it makes of known conversations when it is loaded.
 
-Knows no tokenizer: the special tokens that a template may write have names of their own here.
+Templates are programs of whoever made the checkpoint: they run in a process with bounds. Knows no
+tokenizer: the special tokens that a template may write have names of their own here.
 """
 
 from __future__ import annotations
@@ -9,8 +10,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cluster.config import ConfigError
+from cluster.frontend.bounded import WorkRefused, templates_at_load
 
 _SPECIAL_TOKENS = {f"{name}_token": f"<{name}>" for name in ("bos", "eos", "pad", "unk")}
+
+Rendering = tuple[Sequence[Mapping[str, Any]], bool]
+"""The turns of a conversation, and whether its text goes on to where the assistant answers."""
 
 
 def check_template(template: str | Mapping[str, str] | None, origin: str) -> None:
@@ -18,40 +23,26 @@ def check_template(template: str | Mapping[str, str] | None, origin: str) -> Non
 
     Raises ConfigError, which begins with `origin`, for a template that is no Jinja.
     """
-    # Imported here like transformers, which brings jinja2 along.
-    from jinja2 import TemplateSyntaxError
-    from transformers.utils.chat_template_utils import render_jinja_template
-
-    for text in template.values() if isinstance(template, Mapping) else (template,):
-        no_conversation: list[Any] = []
-        try:
-            if text is not None:
-                render_jinja_template(no_conversation, chat_template=text)
-        except TemplateSyntaxError as error:
-            place = f"line {error.lineno}: {error}"
-            raise ConfigError(f"{origin}: no chat template in Jinja: {place}") from None
-        except Exception as error:
-            # Python's own compiler refuses what Jinja has read, as what is nested too deeply.
-            raise ConfigError(f"{origin}: no chat template in Jinja: {error!r}") from None
+    texts = template.values() if isinstance(template, Mapping) else (template,)
+    if given := [text for text in texts if text is not None]:
+        with templates_at_load() as render:
+            for text in given:
+                try:
+                    render([], {"chat_template": text})
+                except WorkRefused as refused:
+                    raise ConfigError(f"{origin}: no chat template in Jinja: {refused}") from None
 
 
 def rendered(
-    template: str,
-    turns: Sequence[Mapping[str, Any]],
-    tools: Sequence[Mapping[str, Any]] = (),
-    to_answer: bool = False,
-) -> str:
-    """The text of a conversation. `to_answer`: up to where the assistant's next turn begins.
-
-    Raises whatever the template raises: it is a program.
-    """
-    from transformers.utils.chat_template_utils import render_jinja_template
-
-    [text], _ = render_jinja_template(
-        [list(turns)],
-        tools=list(tools) or None,
-        chat_template=template,
-        add_generation_prompt=to_answer,
-        **_SPECIAL_TOKENS,
-    )
-    return str(text)
+    template: str, tools: Sequence[Mapping[str, Any]], conversations: Sequence[Rendering]
+) -> list[str | None]:
+    """The texts of conversations with these tools; None for each that the template refuses."""
+    texts: list[str | None] = []
+    told = {"chat_template": template, "tools": list(tools), **_SPECIAL_TOKENS}
+    with templates_at_load() as render:
+        for turns, to_answer in conversations:
+            try:
+                texts.append(render([list(turns)], {**told, "add_generation_prompt": to_answer}))
+            except WorkRefused:
+                texts.append(None)
+    return texts

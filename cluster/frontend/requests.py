@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Iterable
 from dataclasses import replace
 
 from cluster.config import ClusterConfig
@@ -10,6 +11,7 @@ from cluster.frontend.calls import GenerateCall
 from cluster.frontend.prompts import ChatPrompt
 from cluster.frontend.target_text import TargetText
 from scheduler.decoding import Decoding
+from scheduler.errors import InvalidRequest
 from scheduler.messages import Priority, Request, Sampling
 from scheduler.validation import SEED_MAX, check_request
 
@@ -68,6 +70,31 @@ def requests_of(
         for choice in range(1, call.choices)
     ]
     return [request, *others]
+
+
+def check_logprobs(requests: Iterable[Request], before: int, config: ClusterConfig) -> int:
+    """How many log-probabilities these requests of a call may bring, and those `before` them.
+
+    Raises InvalidRequest for more than a call may ask for.
+    """
+    asked = dict.fromkeys(("logprobs", "prompt_logprobs"), 0)
+    for request in requests:
+        if (decoding := request.decoding) is None:
+            continue
+        if decoding.logprobs is not None:
+            new = request.max_new_tokens - len(request.committed)
+            asked["logprobs"] += new * (1 + decoding.logprobs)
+        if decoding.prompt_logprobs is not None:
+            asked["prompt_logprobs"] += len(request.prompt) * (1 + decoding.prompt_logprobs)
+    total, most = before + sum(asked.values()), config.frontend.logprobs_max
+    if total > most:
+        field = max(asked, key=asked.__getitem__)
+        reason = (
+            f"more than {most} log-probabilities asked for, by tokens times tokens told of in the"
+            " place of each; ask for fewer, or in several calls"
+        )
+        raise InvalidRequest(field, reason)
+    return total
 
 
 def _decoding(

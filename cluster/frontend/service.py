@@ -8,18 +8,22 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, TypeVar
 
 from grpc import StatusCode
 
 from cluster.config import ClusterConfig
 from cluster.frontend.admission.control import AdmissionControl, Admitted, Caller
 from cluster.frontend.answer import Answer
+from cluster.frontend.bounded import BoundedWork
 from cluster.frontend.calls import GenerateCall, call_field, check_call, check_number
-from cluster.frontend.prompts import Prompt
-from cluster.frontend.requests import drawn_seed, requests_of
+from cluster.frontend.prompts import ChatPrompt, Prompt
+from cluster.frontend.requests import check_logprobs, drawn_seed, requests_of
 from cluster.frontend.status_codes import Refusal, Refused, refusal_of_error
 from cluster.frontend.target_text import TargetText
 from cluster.frontend.text import TextStream
@@ -32,6 +36,23 @@ from scheduler.messages import Request
 
 _TOKENIZE_INLINE = 8192
 """A prompt of more bytes, or tokens, is made tokens on a thread, off the event loop."""
+_TURNS_MAX = 64
+"""Calls for tokens alone at once; each holds its text while it waits."""
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerTurn:
+    """Work for one call that asks for tokens alone."""
+
+    threads: ThreadPoolExecutor
+    count: Callable[[int], None]
+    """Count so many tokens against the key's rate."""
+    tenant: str
+
+    async def run(self, work: Callable[..., _T], *args: Any) -> _T:
+        """Off the event loop, one call after the other; prompts have threads of their own."""
+        return await asyncio.get_running_loop().run_in_executor(self.threads, work, *args)
 
 
 class FrontendService:
@@ -44,17 +65,29 @@ class FrontendService:
         text: TargetText,
         name: str,
         meter: FrontendMeter | None = None,
+        bounded: BoundedWork | None = None,
     ) -> None:
-        """`pools`: one per shard."""
+        """`pools`: one per shard. `bounded`: processes that services share, and that their owner
+        starts and closes; without it this one has its own."""
         self.config = config
         self.text = text
+        self.bounded = bounded or BoundedWork(text, config.frontend)
+        self._owns_bounded = bounded is None
         self.router = ShardRouter(pools, config, name)
         self._meter = meter or FrontendMeter()
         self.admission = AdmissionControl(config.auth, config.frontend)
+        # Each holds up all else of this process for a tenth of a second when it has a long text.
+        self._tokenizers = ThreadPoolExecutor(2, "tokenizer")
+        self._token_calls = ThreadPoolExecutor(1, "token_calls")
+        self._turns = 0
+        self.writing = asyncio.Lock()
+        """Held while a part of a long answer is made."""
 
     def start(self) -> None:
         # Later all streams would stand still for the second that it takes.
         _ = self.text.grammars
+        if self._owns_bounded:
+            self.bounded.start()
         self.router.start()
 
     def check(self) -> None:
@@ -63,6 +96,10 @@ class FrontendService:
 
     async def close(self) -> None:
         await self.router.close()
+        if self._owns_bounded:
+            self.bounded.close()
+        for threads in (self._tokenizers, self._token_calls):
+            threads.shutdown(wait=False, cancel_futures=True)
 
     @property
     def stopping(self) -> asyncio.Event:
@@ -136,15 +173,18 @@ class FrontendService:
         self._check_load(call.sequences)
         grammar = ""
         if call.structure is not None:
-            # To compile one may take a while.
-            of = (call.structure, call.committed_token_ids)
-            grammar = await asyncio.to_thread(self.text.grammar, *of)
+            grammar = await self.bounded.grammar(
+                call.structure, call.committed_token_ids, admitted.tenant
+            )
         requests: list[Request] = []
+        logprobs = 0
         for number, prompt in enumerate(call.prompts):
-            tokens = await self.tokens(prompt)
-            requests += requests_of(
+            tokens = await self.tokens(prompt, admitted.tenant)
+            made = requests_of(
                 call, number, tokens, self.text, self.config, grammar, priority, admitted.tenant
             )
+            logprobs = check_logprobs(made, logprobs, self.config)
+            requests += made
         # Others came while tokens were made; from here on none can.
         self._check_load(call.sequences)
         admitted.charge(sum(request.length_max for request in requests))
@@ -167,8 +207,36 @@ class FrontendService:
         if unfinished + sequences > self.config.frontend.requests_max:
             raise Overloaded(f"{unfinished} requests are in flight already")
 
-    async def tokens(self, prompt: Prompt) -> tuple[int, ...]:
-        """Those of a prompt; of a long one made off the event loop. Raises InvalidRequest."""
-        if prompt.size <= _TOKENIZE_INLINE:
-            return self.text.tokens(prompt)
-        return await asyncio.to_thread(self.text.tokens, prompt)
+    async def tokens(self, prompt: Prompt, tenant: str = "") -> tuple[int, ...]:
+        """Those of a prompt; of a long one made off the event loop. Raises what `encoding` and its
+        call raise."""
+        encode, size = await self.encoding(prompt, tenant)
+        if size <= _TOKENIZE_INLINE:
+            return encode()
+        return await asyncio.get_running_loop().run_in_executor(self._tokenizers, encode)
+
+    async def encoding(
+        self, prompt: Prompt, tenant: str
+    ) -> tuple[Callable[[], tuple[int, ...]], int]:
+        """What makes the tokens of a prompt, and of how many bytes, or tokens. It raises
+        InvalidRequest; for a conversation this raises what `BoundedWork` does."""
+        if isinstance(prompt, ChatPrompt):
+            rendered = await self.bounded.rendered(prompt, tenant)
+            return partial(self.text.encode_rendered, rendered), len(rendered)
+        return partial(self.text.tokens, prompt), prompt.size
+
+    @asynccontextmanager
+    async def tokenizing(self, caller: Caller) -> AsyncIterator[TokenizerTurn]:
+        """A call for tokens alone: a request in flight as any other. Raises Refused."""
+        with self.refusals():
+            admitted = self.admission.admit(caller)
+            try:
+                if self._turns >= _TURNS_MAX:
+                    raise Overloaded(f"{self._turns} calls wait for the tokenizer already")
+                self._turns += 1
+                try:
+                    yield TokenizerTurn(self._token_calls, admitted.spend, admitted.tenant)
+                finally:
+                    self._turns -= 1
+            finally:
+                admitted.close()

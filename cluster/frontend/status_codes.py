@@ -14,6 +14,7 @@ from grpc import StatusCode
 
 from cluster.client.retry import FINAL_KEY, RETRY_AFTER_KEY
 from cluster.frontend.admission.control import NotAllowed, Unauthenticated
+from cluster.frontend.bounded import ChildrenClosed, ChildrenFailed
 from cluster.pool.protocol import PoolUnreachable
 from scheduler.errors import InvalidRequest, LockstepError, Overloaded
 from scheduler.messages import Finish, FinishReason, RejectCode
@@ -50,6 +51,8 @@ CODES: Mapping[object, StatusCode] = {
     Unauthenticated: StatusCode.UNAUTHENTICATED,
     NotAllowed: StatusCode.PERMISSION_DENIED,
     PoolUnreachable: StatusCode.UNAVAILABLE,
+    ChildrenClosed: StatusCode.UNAVAILABLE,
+    ChildrenFailed: StatusCode.INTERNAL,
     RejectCode.INVALID: StatusCode.INVALID_ARGUMENT,
     RejectCode.OVERLOADED: StatusCode.RESOURCE_EXHAUSTED,
     RejectCode.DUPLICATE: StatusCode.ALREADY_EXISTS,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from inspect import signature
@@ -12,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 from tokenizers import Tokenizer
 
 from cluster.frontend.chat_template import check_template
-from cluster.frontend.prompts import ChatPrompt, Prompt, TextPrompt, TokenPrompt
-from cluster.frontend.structure import Structure
+from cluster.frontend.prompts import ChatPrompt, TextPrompt, TokenPrompt
 from cluster.frontend.tools import tool_format
 from replicas.config import ReplicaConfig
 from scheduler.errors import InvalidRequest
@@ -100,15 +98,11 @@ class TargetText:
             raise InvalidRequest(field, f"the tokenizer refuses it: {error}") from None
         return tuple(encoded["input_ids"])
 
-    def tokens(self, prompt: Prompt) -> tuple[int, ...]:
-        """Of any kind of prompt. Raises InvalidRequest."""
-        match prompt:
-            case TokenPrompt(ids):
-                return tuple(ids)
-            case TextPrompt(text, special_tokens):
-                return self.encode(text, special_tokens)
-            case ChatPrompt():
-                return self.encode_chat(prompt)
+    def tokens(self, prompt: TextPrompt | TokenPrompt) -> tuple[int, ...]:
+        """Token ids of a prompt that needs no template."""
+        if isinstance(prompt, TokenPrompt):
+            return tuple(prompt.ids)
+        return self.encode(prompt.text, prompt.special_tokens)
 
     @property
     def chat_template(self) -> str | None:
@@ -118,36 +112,42 @@ class TargetText:
             return template.get("tool_use") or template.get("default")
         return template
 
-    def encode_chat(self, prompt: ChatPrompt) -> tuple[int, ...]:
-        """Token ids of a conversation, up to the assistant's next turn.
+    def told_template(self, prompt: ChatPrompt) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        """The turns, and what else transformers renders the chat template with. Up to the
+        assistant's next turn.
 
-        Raises InvalidRequest where the target has no chat template or the template refuses.
+        Raises InvalidRequest where the target has no chat template.
         """
         if self.chat_template is None:
             raise InvalidRequest(
                 "messages", "the target has no chat template; send prompt or prompt_token_ids"
             )
-        own = set(prompt.options) & signature(self.encoder.apply_chat_template).parameters.keys()
-        if own:
+        if own := prompt.options.keys() & self._not_the_templates:
             raise InvalidRequest("chat_template_kwargs", f"{min(own)} is not a template's to read")
+        # As `apply_chat_template` does.
+        turns = [
+            {name: value for name, value in turn.items() if value is not None}
+            for turn in prompt.messages
+        ]
+        tools = list(prompt.tools) or None
         try:
-            ids = self.encoder.apply_chat_template(
-                list(prompt.messages),
-                tools=list(prompt.tools) or None,
-                add_generation_prompt=True,
-                return_dict=False,
-                tokenizer_kwargs={"verbose": False},
-                **prompt.options,
-            )
-        except Exception as error:
-            # A template is a program: it may raise anything.
-            said = str(error) or type(error).__name__
-            raise InvalidRequest(
-                "messages", f"the target's chat template refuses them: {said}"
-            ) from None
+            template = self.encoder.get_chat_template(None, tools)
+        except ValueError as error:
+            raise InvalidRequest("messages", str(error)) from None
+        told = {"tools": tools, "chat_template": template, "add_generation_prompt": True}
+        return turns, {**told, **self.encoder.special_tokens_map, **prompt.options}
+
+    @cached_property
+    def _not_the_templates(self) -> frozenset[str]:
+        """Names that mean something to transformers, and that a template is not told by clients."""
+        return frozenset(signature(self.encoder.apply_chat_template).parameters)
+
+    def encode_rendered(self, text: str) -> tuple[int, ...]:
+        """Token ids of what the chat template made. Raises InvalidRequest."""
+        ids = self.encode(text, special_tokens=False, field="messages")
         if not ids:
             raise InvalidRequest("messages", "the target's chat template makes no token of them")
-        return tuple(ids)
+        return ids
 
     @property
     def end_of_turn_ids(self) -> tuple[int, ...]:
@@ -168,27 +168,14 @@ class TargetText:
         except ValueError:
             return None
 
-    def grammar(self, structure: Structure, committed: Sequence[int] = ()) -> str:
-        """As a replica wants it. Raises InvalidRequest, also where it does not allow what is
-        `committed`."""
-        from replicas.grammars import GrammarError, grammar_of
-
-        grammars = self.grammars
-        if grammars is None:
-            raise InvalidRequest(structure.field, "llguidance cannot read the target's tokenizer")
-        try:
-            grammar = grammar_of(structure.kind, structure.texts)
-            grammars.check(grammar)
-        except GrammarError as error:
-            raise InvalidRequest(structure.field, str(error)) from None
-        # A token that is none is refused later, like one of a call without a grammar.
-        if all(0 <= token < self.spec.vocab_size for token in committed):
-            try:
-                grammars.match(grammar, committed)
-            except GrammarError:
-                reason = f"{structure.field} does not allow these tokens"
-                raise InvalidRequest("committed_token_ids", reason) from None
-        return grammar
+    @property
+    def described(self) -> dict[str, Any]:
+        """All that `Grammars` must be told of the target, as JSON has it."""
+        return {
+            "tokenizer": self.tokenizer.to_str(),
+            "ends": self.end_of_turn_ids,
+            "vocab": max(self.embedding_size, self.spec.vocab_size),
+        }
 
     def word_forms(self, word: str) -> set[tuple[int, ...]]:
         """Token ids of a word at the beginning of a text and after a space. Raises InvalidRequest

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import multiprocessing
+import os
 from collections.abc import Callable, Iterable
 from multiprocessing.context import SpawnProcess
 from typing import TypeVar
@@ -334,7 +335,16 @@ def start_here(config: ReplicaConfig, rank: int, address: Address) -> LocalRank:
     """Start a rank as a process of this machine; it ends with this one."""
     context = multiprocessing.get_context("spawn")
     process = context.Process(target=follow, args=(config, rank, address), daemon=True)
-    process.start()
+    # `spawn` starts an interpreter that would import from the working directory first.
+    before = os.environ.get("PYTHONSAFEPATH")
+    os.environ["PYTHONSAFEPATH"] = "1"
+    try:
+        process.start()
+    finally:
+        if before is None:
+            del os.environ["PYTHONSAFEPATH"]
+        else:
+            os.environ["PYTHONSAFEPATH"] = before
     return LocalRank(process)
 
 

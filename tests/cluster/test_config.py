@@ -11,6 +11,7 @@ from pydantic import BaseModel
 from cluster.config import SECTIONS, SHORT_NAMES, ClusterConfig, ConfigError
 from cluster.config_sources import from_args, from_file, overridden, server_address
 from cluster.frontend.admission.control import check_exposure
+from cluster.frontend.admission.keys import read as read_keys
 
 
 def test_strings_from_a_command_line_and_the_environment_become_values() -> None:
@@ -88,6 +89,32 @@ def test_a_file_may_be_serves_an_empty_one_is_the_defaults_and_a_bad_one_an_erro
         path.write_bytes(bad)
         with pytest.raises(ConfigError):
             from_file(path)
+
+
+BOMB = "a: &a0 [x, x]\n" + "".join(f"b{n}: &a{n + 1} [*a{n}, *a{n}]\n" for n in range(30))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (BOMB, "line 2: aliases (*name) are not read"),
+        ("a: &a [*a]", "line 1: aliases (*name) are not read"),
+        ("a: [" + "1," * 200_000 + "]", "line 1: more than 100000 values"),
+        ("#" * (1 << 20) + "\n", "more than 1 MiB"),
+        ("a: 1\nb: [", "line 2: not YAML: "),
+    ],
+)
+def test_a_file_that_would_take_much_memory_is_refused_in_a_sentence(
+    tmp_path: Path, text: str, said: str
+) -> None:
+    """So is one that is no YAML; the sentence repeats nothing of it."""
+    path = tmp_path / "settings.yaml"
+    path.write_text(text)
+    for read in (from_file, read_keys):
+        with pytest.raises(ConfigError) as refused:
+            read(path)
+        assert str(refused.value).startswith(f"{path}: {said}")
+        assert "\n" not in str(refused.value)
 
 
 def test_sections_are_all_settings_that_hold_settings_and_short_names_are_in_them() -> None:

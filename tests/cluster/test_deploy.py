@@ -49,6 +49,17 @@ def test_serve_accepts_the_config_and_so_do_we(data: dict[str, Any]) -> None:
     assert from_args(data["applications"][0]["args"]).frontend.number == 2
 
 
+def test_the_image_starts_in_a_directory_that_its_user_cannot_write_to() -> None:
+    """Ray and Serve import from it."""
+    image = (DEPLOY / "Dockerfile").read_text().split("\nFROM ")[-1].splitlines()
+    steps = [line.split()[:2] for line in image if line[:1].isupper()]
+    kinds = [what for what, _ in steps]
+    start = max(at for at, what in enumerate(kinds) if what == "WORKDIR")
+    # Root makes it, before the user is another one, and nothing is put there.
+    assert kinds.index("USER") > start
+    assert not {"COPY", "ADD", "RUN"} & set(kinds[start:])
+
+
 def test_the_section_that_serve_yaml_shows_is_valid(tmp_path: Path) -> None:
     text = (DEPLOY / "serve.yaml").read_text()
     path = tmp_path / "serve.yaml"

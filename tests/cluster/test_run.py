@@ -18,7 +18,7 @@ from ray.serve import RunTarget
 from ray.serve._private import constants as serve_constants
 from ray.serve._private.common import REPLICA_ID_FULL_ID_STR_PREFIX
 
-from cluster import run
+from cluster import own_ray, run
 from cluster.app import APP_NAME
 from cluster.config_sources import from_args
 from cluster.run import ClusterRun, StartFailed
@@ -53,14 +53,14 @@ def seen() -> Serve:
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch, seen: Serve) -> list[Any]:
+def calls(monkeypatch: pytest.MonkeyPatch, seen: Serve, tmp_path: Path) -> list[Any]:
     """What was called of Ray and Serve, which do nothing; neither runs at first."""
     made: list[Any] = []
 
     def note(name: str) -> Any:
         return lambda *args, **_options: made.append((name, *args) if args else name)
 
-    def init(address: str | None, **_options: Any) -> None:
+    def init(address: str | None = None, **_options: Any) -> None:
         made.append(("init", address))
         monkeypatch.setattr(ray, "is_initialized", lambda: True)
 
@@ -77,6 +77,15 @@ def calls(monkeypatch: pytest.MonkeyPatch, seen: Serve) -> list[Any]:
     def stop_pools(pools: list[str], grace_s: float) -> None:
         made.append(("stop_pools", *pools, grace_s))
 
+    # Nothing of this machine's is looked at, made or left changed.
+    for name in ("PYTHONPATH", *run.ray_environment(CONFIG)):
+        monkeypatch.setenv(name, os.environ.get(name, ""))
+        if not os.environ[name]:
+            monkeypatch.delenv(name)
+    for name, value in (("HOME", tmp_path), ("RAY_TMPDIR", tmp_path), ("RAY_AUTH_MODE", "none")):
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(own_ray, "_FOLDER_BYTES_MAX", 1000)
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "init", init)
     # As Ray has it where it has begun the Ray that it is connected to.
@@ -128,6 +137,8 @@ def test_a_stop_ends_what_was_begun_here_and_nothing_of_others(
 ) -> None:
     if whose_ray == "the caller's":
         monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    if whose_ray.startswith("joined"):
+        monkeypatch.setenv("RAY_ADDRESS", "192.0.2.1:6379")
     if whose_ray != "ours":
         node = None if "client" in whose_ray else SimpleNamespace(is_head=lambda: False)
         monkeypatch.setattr(worker, "_global_node", node)
@@ -136,7 +147,7 @@ def test_a_stop_ends_what_was_begun_here_and_nothing_of_others(
     cluster = ClusterRun(CONFIG)
     cluster.deploy(APPLICATION, join_ray=True)
     assert not cluster.updates
-    begun = [] if whose_ray == "the caller's" else [("init", None)]
+    begun = {"ours": [("init", "local")], "the caller's": []}.get(whose_ray, [("init", None)])
     assert calls == [*begun, "serve.start"]
     calls.clear()
     cluster.stop(at_once)

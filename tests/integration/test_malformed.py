@@ -1,9 +1,10 @@
 """Proves: whatever bytes a client sends, it gets a typed status, and the server goes on.
 
 Malformed calls through real gRPC: bytes that are no message, messages that were cut or changed on
-the way, fields with wild values, and metadata that means something to Serve. None may end as
-INTERNAL or UNKNOWN, none may hang, and sound calls among them are answered right: one for each ten
-of as many malformed calls as MALFORMED says, 1000 if it says nothing:
+the way, fields with wild values, and metadata that means something to Serve; over HTTP, headers
+that are no text. None may end as INTERNAL or UNKNOWN, none may hang, and sound calls among them are
+answered right: one for each ten of as many malformed calls as MALFORMED says, 1000 if it says
+nothing:
 
     MALFORMED=5000 SEED=1 python -m pytest tests/integration/test_malformed.py
 
@@ -12,8 +13,10 @@ The seed is printed, and drawn where none is given.
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
+import socket
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -158,3 +161,27 @@ def test_malformed_calls_get_a_status_each_and_harm_nobody(
     print(f"\n{COUNT} calls: {codes}")
     assert codes[grpc.StatusCode.INVALID_ARGUMENT] > COUNT / 4
     assert codes[grpc.StatusCode.OK] > 0, "some of them were no mistake"
+
+
+# --------------------------------------------------------------------------- headers over HTTP
+
+
+@pytest.mark.parametrize(
+    "name", ["x-request-id", "X-Session-Id", "serve_multiplexed_model_id", "x-anything"]
+)
+def test_a_header_that_is_no_text_is_no_error_of_the_server(
+    cluster: HostedCluster, name: str
+) -> None:
+    body = json.dumps({"model": cluster.config.replica.target, "prompt": "a", "max_tokens": 1})
+    lines = [
+        b"POST /v1/completions HTTP/1.1",
+        *(b"host: localhost", b"connection: close", b"content-type: application/json"),
+        b"content-length: %d" % len(body),
+        b"%s: \xff\xfe" % name.encode(),
+    ]
+    with socket.create_connection(
+        ("127.0.0.1", cluster.config.server.http_port), HANG_S
+    ) as connection:
+        connection.sendall(b"\r\n".join([*lines, b"", body.encode()]))
+        with connection.makefile("rb") as answer:
+            assert answer.readline().split()[1] == b"200", answer.read()

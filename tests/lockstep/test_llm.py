@@ -108,6 +108,20 @@ def test_conversations_are_written_as_the_prompts_of_their_template(
     assert alone.token_ids == answers[1].token_ids
 
 
+def test_a_template_and_a_structure_are_bounded_here_too(llm: LLM, tmp_path: Path) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text("{{ messages[0].content * 10 ** messages[0].content | length }}")
+    model = LLM("tiny", chat_template=str(template), **TINY)
+    said = [{"role": "user", "content": "x" * 11}]
+    with pytest.raises(InvalidRequest, match=r"^prompt 0: messages: .* takes more than 512 MB"):
+        model.chat(said, progress=False)
+    [answer] = model.chat([{"role": "user", "content": "x"}], SamplingParams(choice=["yes"]))
+    assert answer.text == "yes"
+    circular = json.dumps({"$ref": "#"})
+    with pytest.raises(InvalidRequest, match=r"^prompt 0: json_schema: it allows no"):
+        llm.generate("x", SamplingParams(json_schema=circular), progress=False)
+
+
 def test_with_a_seed_of_its_own_a_model_samples_the_same_again() -> None:
     """Every prompt with another one."""
     params = SamplingParams(max_tokens=12, temperature=1)
@@ -222,3 +236,44 @@ def test_settings_have_the_names_of_other_servers_too() -> None:
         LLM("tiny", context_len=64, **settings)
     with pytest.raises(ValueError, match="revision: 'tiny@v1'"):
         LLM("tiny", revision="v1")
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"dtype": "int8"}, "dtype: must be"),
+        ({"max_model_len": 1}, "max_model_len: must be at least 2"),
+        ({"max_model_len": 1 << 20}, "max_model_len: 1048576 is over the target's own limit"),
+        ({"context_len": 1 << 20}, "context_len: 1048576 is over the target's own limit"),
+        ({"rows_max": 0}, "rows_max: must be"),
+        ({"seed": -1}, "seed: must be"),
+        ({"model": "/nowhere"}, "model: '/nowhere'"),
+        ({"draft": "/nowhere"}, "draft: '/nowhere'"),
+        ({"speculative_config": {"method": "magic"}}, "speculative_config.method: must be"),
+        ({"speculative_config": {"method": "eagle3"}}, "speculative_config: model: method eagle3"),
+        (
+            {"speculative_config": {"method": "eagle3", "model": "/nowhere"}},
+            "speculative_config.model: '/nowhere'",
+        ),
+        (
+            {"speculative_config": {"method": "suffix", "num_speculative_tokens": 33}},
+            "speculative_config.num_speculative_tokens: must be at most 32",
+        ),
+        ({"tensor_parallel_size": 2, "device": "cuda:1"}, "tensor_parallel_size: device cuda:1"),
+        ({"target": "tiny"}, "target: is given as model"),
+        ({"timeout_s": 5}, "timeout_s: unknown name"),
+        ({"chat_template": "/nowhere"}, "chat_template: "),
+    ],
+)
+def test_an_error_names_what_its_caller_can_give(given: dict[str, Any], said: str) -> None:
+    with pytest.raises((ValueError, OSError)) as refused:
+        LLM(**{"model": "tiny", **TINY, **given})
+    assert str(refused.value).startswith(said)
+
+
+def test_drafts_go_as_far_as_is_said() -> None:
+    """Also further than the scheduler of a cluster lets them by default."""
+    drafts = {"method": "suffix", "num_speculative_tokens": 16, "adaptive": False}
+    model = LLM("tiny", speculative_config=drafts, **TINY)
+    [text] = model.generate("a b " * 20, SamplingParams(max_tokens=64), progress=False)
+    assert len(text.usage.accepted_at) == 16

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from cluster.config import FrontendConfig
+from cluster.frontend.bounded import BoundedWork
 from cluster.frontend.prompts import ChatPrompt
 from cluster.frontend.target_text import TargetText
 from cluster.verify import verify
@@ -23,11 +25,9 @@ def test_its_answers_are_those_of_generate() -> None:
     config = ReplicaConfig(target=names.SMOLLM2, device="cpu", calibrate=False)
     assert config.drafting.method == "suffix"
     text = TargetText.load(config)
+    bounded = BoundedWork(text, FrontendConfig())
     prompts = [
-        text.tokenizer.decode(
-            list(text.encode_chat(ChatPrompt([{"role": "user", "content": question}]))),
-            skip_special_tokens=False,
-        )
+        bounded.rendered_now(ChatPrompt([{"role": "user", "content": question}]))
         for question in QUESTIONS
     ]
     scheduler = SchedulerConfig(rows_max=2, draft_len=4, waiting_requests_max=1)

@@ -114,6 +114,11 @@ class TokenBucket:
         self._level -= tokens
         return 0.0
 
+    def spend(self, tokens: float, now_s: float) -> None:
+        """Take what is used already; more than there is leaves a debt."""
+        self._fill(now_s)
+        self._level -= tokens
+
     def give_back(self, tokens: float, now_s: float) -> None:
         """What was taken and not used."""
         self._fill(now_s)
@@ -167,6 +172,12 @@ class Admitted:
         if wait_s > 0:
             raise _used_up(self.tenant, wait_s)
         self._charged = bucket, tokens
+
+    def spend(self, tokens: int) -> None:
+        """Count tokens that were made before their number was known; until a debt is paid the key's
+        next call is refused."""
+        if self._use.bucket is not None:
+            self._use.bucket.spend(tokens, self._clock())
 
     def close(self, tokens: int = 0) -> None:
         """The request has ended, having used so many tokens; the rest goes back."""

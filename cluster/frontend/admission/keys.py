@@ -22,6 +22,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from cluster.config import ConfigError
+from cluster.config_sources import text_of, yaml_of
 from cluster.sentences import joined, problems
 from scheduler.messages import Priority
 
@@ -87,14 +88,9 @@ def find(entries: Sequence[KeyEntry], key: str) -> KeyEntry | None:
 def parse(text: str) -> tuple[KeyEntry, ...]:
     """Raises KeysError."""
     try:
-        data = yaml.safe_load(text)
-    except yaml.MarkedYAMLError as error:
-        # Without the excerpt that PyYAML adds: somebody may have pasted a key into the file.
-        line = error.problem_mark.line + 1 if error.problem_mark else 0
-        raise KeysError(f"line {line}: not YAML: {error.problem}") from None
-    except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError):
-        # PyYAML raises whatever Python does with a value that its tag or form does not fit.
-        raise KeysError("not YAML") from None
+        data = yaml_of(text)
+    except ConfigError as error:
+        raise KeysError(str(error)) from None
     if not isinstance(data, list):
         raise KeysError("expected a list of keys ([] for none)")
     try:
@@ -112,9 +108,11 @@ def parse(text: str) -> tuple[KeyEntry, ...]:
 def read(path: Path) -> tuple[KeyEntry, ...]:
     """Raises KeysError, and OSError for a file that cannot be read."""
     try:
-        return parse(path.read_text(encoding="utf-8"))
-    except UnicodeDecodeError:
-        raise KeysError(f"{path}: not UTF-8") from None
+        text = text_of(path)
+    except ConfigError as error:
+        raise KeysError(str(error)) from None
+    try:
+        return parse(text)
     except KeysError as error:
         raise KeysError(f"{path}: {error}") from None
 

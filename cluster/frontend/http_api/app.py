@@ -10,7 +10,8 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from grpc import StatusCode
 from starlette.exceptions import HTTPException
 
-from cluster.frontend.http_api.edge import UNEXPECTED, error_body, refusal_response
+from cluster.frontend.http_api.edge import UNEXPECTED, refusal_response
+from cluster.frontend.http_api.error_body import error_body
 from cluster.frontend.http_api.guard import guard_of
 from cluster.frontend.http_api.openai_api import openai_router
 from cluster.frontend.http_api.tokens_api import tokens_router

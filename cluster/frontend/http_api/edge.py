@@ -14,6 +14,7 @@ from grpc import StatusCode
 from starlette.requests import ClientDisconnect
 
 from cluster.frontend.admission.control import Caller
+from cluster.frontend.http_api.error_body import error_body
 from cluster.frontend.json_text import parsed_json
 from cluster.frontend.service import FrontendService
 from cluster.frontend.status_codes import MEANINGS, Refusal, Refused
@@ -26,13 +27,6 @@ _PARSE_INLINE_BYTES = 16_384
 _PARSER = ThreadPoolExecutor(1, "parser")
 """Long bodies take turns: parsing holds the GIL, so more threads would hold up the event loop."""
 UNEXPECTED = Refusal(StatusCode.INTERNAL, "an error in the server, which has logged it")
-_TYPES = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    429: "rate_limit_error",
-}
 
 T = TypeVar("T")
 
@@ -93,12 +87,6 @@ def refusal_body(refusal: Refusal) -> dict[str, object]:
     """`code` is gRPC's name of the status, `param` the field that is wrong or null."""
     status = MEANINGS[refusal.code].http
     return error_body(refusal.code.name, refusal.short_message, status, refusal.field)
-
-
-def error_body(code: str, message: str, status: int, param: str = "") -> dict[str, object]:
-    param = param.encode("utf-8", "replace").decode()
-    kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
-    return {"error": {"message": message, "type": kind, "param": param or None, "code": code}}
 
 
 def refusal_response(refusal: Refusal) -> JSONResponse:

@@ -2,76 +2,32 @@
 
 from __future__ import annotations
 
-import json
-import re
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise, zip_longest
-from typing import Any, NamedTuple
+from typing import Any
 
 from cluster.frontend.answer import Answer, AnswerSequence
 from cluster.frontend.calls import Delta, GenerateCall, SequenceEnd
+from cluster.frontend.http_api.event_ids import EventId, Place
 from cluster.frontend.http_api.openai_models import AnyRequest, ChatRequest
 from cluster.frontend.http_api.text_offsets import TextOffsets
+from cluster.frontend.json_text import LongArray, json_array, json_pieces
 from cluster.frontend.prompts import TextPrompt
 from cluster.frontend.target_text import TargetText
 from cluster.frontend.text import CHARACTER_BYTES, Detokenizer, special_ids
 from cluster.frontend.tools import CallDelta, ToolCall
 from scheduler.decoding import TokenLogprobs
-from scheduler.errors import InvalidRequest
 from scheduler.messages import FinishReason, Usage
 
 _FINISH_REASONS: Mapping[FinishReason, str] = {
     FinishReason.STOP: "stop",
     FinishReason.LENGTH: "length",
 }
-_LAST_EVENT_ID = "last-event-id"
-_PLACE = r"\d{1,9}e?"
-_EVENT_ID = re.compile(
-    rf"((?:chat)?cmpl-[0-9a-f]{{32}}):(\d{{1,19}}):({_PLACE}(?:,{_PLACE})*)(:usage)?", re.ASCII
-)
-
-
-class Place(NamedTuple):
-    """How far a client is with one sequence. Each event has tokens or the end, or both."""
-
-    tokens: int = 0
-    ended: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class EventId:
-    """With it as Last-Event-ID a client goes on behind the event."""
-
-    answer: str
-    """The answer's own id."""
-    seed: int
-    """Of its first sequence; 0: it is not sampled."""
-    places: Sequence[Place]
-    """One for each sequence."""
-    told_usage: bool = False
-    """Whether it is the usage's, which ends the stream."""
-
-    def __str__(self) -> str:
-        places = ",".join(f"{tokens}" + "e" * ended for tokens, ended in self.places)
-        return f"{self.answer}:{self.seed}:{places}" + (":usage" if self.told_usage else "")
-
-    @classmethod
-    def parse(cls, text: str, sequences: int, stream: bool) -> EventId:
-        """Of a request for so many sequences. Raises InvalidRequest."""
-        if not stream:
-            raise InvalidRequest(_LAST_EVENT_ID, "only with stream")
-        if (found := _EVENT_ID.fullmatch(text)) is None:
-            raise InvalidRequest(_LAST_EVENT_ID, "is no id of an event of ours")
-        answer, seed, told, usage = found.groups()
-        places = [Place(int(one.rstrip("e")), one.endswith("e")) for one in told.split(",")]
-        if len(places) != sequences:
-            raise InvalidRequest(
-                _LAST_EVENT_ID, f"is of an answer with {len(places)} sequences, not {sequences}"
-            )
-        return cls(answer, int(seed), places, usage is not None)
+_TOLD_AT_ONCE = 4096
+"""Tokens with log-probabilities; a place in the text is found for each in about a microsecond."""
 
 
 @dataclass(slots=True)
@@ -116,6 +72,7 @@ class OpenAIAnswer:
         self._seed = 0
         self._written: list[_Written] = []
         self._ends: dict[int, SequenceEnd] = {}
+        self._names: dict[int, str] = {}
 
     def begin(self, answer: Answer) -> None:
         self._seed = answer.seed(0) or 0
@@ -126,18 +83,35 @@ class OpenAIAnswer:
             for sequence, place in zip(sequences, places, strict=True)
         ]
 
-    def whole(self, deltas: Iterable[Delta]) -> dict[str, Any]:
-        """`deltas`: one of each sequence, with all of it."""
-        choices = [self._choice(delta) for delta in sorted(deltas, key=lambda delta: delta.index)]
-        return self._object(choices, chunk=False) | self._costs()
+    def whole(self, deltas: Iterable[Delta]) -> Iterable[str]:
+        """Its text, in pieces; `deltas`: one of each sequence, with all of it."""
+        deltas = sorted(deltas, key=lambda delta: delta.index)
+        told = sum(
+            len(delta.logprobs) + len(self._written[delta.index].sequence.prompt_logprobs)
+            for delta in deltas
+        )
+        if told > _TOLD_AT_ONCE:
+            return self._choice_by_choice(deltas)
+        choices = [self._choice(delta) for delta in deltas]
+        return json_pieces(self._object(choices, chunk=False) | self._costs())
 
-    def event(self, said: Mapping[str, Any], told_usage: bool = False) -> str:
-        """As it is sent, with its id."""
+    def _choice_by_choice(self, deltas: Sequence[Delta]) -> Iterator[str]:
+        """The same text. To make all choices before the first is written would take a second."""
+        [around] = json_pieces(self._object([], chunk=False))
+        yield around.removesuffix("]}")
+        for number, delta in enumerate(deltas):
+            yield "," * (number > 0)
+            yield from json_pieces(self._choice(delta))
+        [costs] = json_pieces(self._costs())
+        yield "]," + costs.removeprefix("{")
+
+    def event(self, said: Mapping[str, Any], told_usage: bool = False) -> Iterable[str]:
+        """As it is sent, with its id, in pieces."""
         places = [one.place for one in self._written]
         name = EventId(self.id, self._seed, places, told_usage)
-        return f"id: {name}\ndata: {json.dumps(said)}\n\n"
+        return chain([f"id: {name}\ndata: "], json_pieces(said), ["\n\n"])
 
-    def next_event(self, delta: Delta) -> str | None:
+    def next_event(self, delta: Delta) -> Iterable[str] | None:
         """None: the client has it already."""
         choice = self._choice(delta)
         one = self._written[delta.index]
@@ -146,10 +120,10 @@ class OpenAIAnswer:
         one.place = Place(one.place.tokens + len(delta.tokens), delta.end is not None)
         return self.event(self._object([choice]) | ({"usage": None} if self._with_usage else {}))
 
-    def last_events(self) -> Iterator[str]:
+    def last_events(self) -> Iterator[Iterable[str]]:
         if self._with_usage and not (self._last is not None and self._last.told_usage):
             yield self.event(self._object([]) | self._costs(), told_usage=True)
-        yield "data: [DONE]\n\n"
+        yield ["data: [DONE]\n\n"]
 
     # ------------------------------------------------------------------ parts
 
@@ -238,25 +212,32 @@ class OpenAIAnswer:
             at = len(self.asked.committed_token_ids)
             seen = one.sequence.live.tokens[at : at + before]
             self._logprobs([*self._of_prompt(one), *((token, None) for token in seen)], one)
-        rows: list[tuple[str, float | None, dict[str, float] | None, int]] = []
-        for token, said in told:
-            name, top = self._name(token), dict[str, float]()
-            # Tokens that are part of a character may have one name: the likeliest has it.
-            for other, logprob in () if said is None else (*said.top, (token, said.logprob)):
-                top.setdefault(self._name(other), logprob)
-            at = self._offset(token, name, one)
-            rows.append((name, None if said is None else said.logprob, top or None, at))
-        names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
-        return {name: [row[at] for row in rows] for at, name in enumerate(names)}
+        names = [self._name(token) for token, _ in told]
+        pairs = zip(told, names, strict=True)
+        offsets = [self._offset(token, name, one) for (token, _), name in pairs]
+        return {
+            "tokens": json_array(names, str),
+            "token_logprobs": json_array(told, lambda of: None if of[1] is None else of[1].logprob),
+            "top_logprobs": json_array(told, self._top),
+            "text_offset": json_array(offsets, int),
+        }
+
+    def _top(self, told: tuple[int, TokenLogprobs | None]) -> dict[str, float] | None:
+        """Tokens that are part of a character may have one name: the likeliest has it."""
+        token, said = told
+        top = dict[str, float]()
+        for other, logprob in () if said is None else (*said.top, (token, said.logprob)):
+            top.setdefault(self._name(other), logprob)
+        return top or None
 
     def _chat_logprobs(self, told: Sequence[tuple[int, TokenLogprobs | None]]) -> dict[str, Any]:
-        content = [
-            self._named(token, said.logprob)
-            | {"top_logprobs": [self._named(*other) for other in said.top]}
-            for token, said in told
-            if said is not None
-        ]
-        return {"content": content, "refusal": None}
+        known = [(token, said) for token, said in told if said is not None]
+        return {"content": json_array(known, self._token_of_chat), "refusal": None}
+
+    def _token_of_chat(self, told: tuple[int, TokenLogprobs]) -> dict[str, Any]:
+        token, said = told
+        top = [self._named(*other) for other in said.top]
+        return self._named(token, said.logprob) | {"top_logprobs": top}
 
     def _named(self, token: int, logprob: float) -> dict[str, Any]:
         return {
@@ -265,25 +246,26 @@ class OpenAIAnswer:
             "bytes": list(self._text.token_bytes(token)),
         }
 
-    def _prompt_logprobs(self, one: _Written) -> list[dict[str, Any] | None]:
-        """By token: the likeliest ones and the one that stands there."""
-        every: list[dict[str, Any] | None] = []
-        for token, said in one.told_of_prompt:
-            if said is None:
-                every.append(None)
-                continue
-            ranks = {other: (rank, value) for rank, (other, value) in enumerate(said.top, 1)}
-            ranks[token] = (said.rank, said.logprob)
-            every.append(
-                {
-                    str(other): {"logprob": value, "rank": rank, "decoded_token": self._name(other)}
-                    for other, (rank, value) in ranks.items()
-                }
-            )
-        return every
+    def _prompt_logprobs(self, one: _Written) -> list[Any] | LongArray:
+        return json_array(one.told_of_prompt, self._ranked)
+
+    def _ranked(self, told: tuple[int, TokenLogprobs | None]) -> dict[str, Any] | None:
+        """The likeliest tokens and the one that stands there, by their ids."""
+        token, said = told
+        if said is None:
+            return None
+        ranks = {other: (rank, value) for rank, (other, value) in enumerate(said.top, 1)}
+        ranks[token] = (said.rank, said.logprob)
+        return {
+            str(other): {"logprob": value, "rank": rank, "decoded_token": self._name(other)}
+            for other, (rank, value) in ranks.items()
+        }
 
     def _name(self, token: int) -> str:
-        return self._text.token_bytes(token).decode(errors="replace")
+        if (name := self._names.get(token)) is None:
+            name = self._text.token_bytes(token).decode(errors="replace")
+            self._names[token] = name
+        return name
 
     def _offset(self, token: int, name: str, one: _Written) -> int:
         """Where the token stands in the text. A special one has no place in an answer, and in a

@@ -23,7 +23,9 @@ from cluster.frontend.http_api.edge import (
     refusal_body,
     refusal_response,
 )
-from cluster.frontend.http_api.openai_answers import EventId, OpenAIAnswer
+from cluster.frontend.http_api.event_ids import EventId
+from cluster.frontend.http_api.long_json import send_json, send_pieces
+from cluster.frontend.http_api.openai_answers import OpenAIAnswer
 from cluster.frontend.http_api.openai_models import (
     AnyRequest,
     ChatRequest,
@@ -34,9 +36,6 @@ from cluster.frontend.service import FrontendService
 from cluster.frontend.status_codes import Refused
 
 log = logging.getLogger("lockstep.frontend")
-
-_PART_BYTES = 1 << 20
-"""Of a long answer."""
 
 
 def openai_router(service: FrontendService) -> APIRouter:
@@ -102,6 +101,7 @@ class _CallResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         shape, deltas, streaming = self._shape, list[Delta](), False
+        turns = self._service.writing
         try:
             async with self._service.open(self._call) as answer:
                 shape.begin(answer)
@@ -115,40 +115,26 @@ class _CallResponse(Response):
                         streaming = True
                         await _start(send)
                     if (event := shape.next_event(delta)) is not None:
-                        await _send_event(send, event)
+                        await send_pieces(send, event, turns)
             if not streaming:
-                await _send_whole(send, JSONResponse(shape.whole(deltas)))
+                await send_json(send, shape.whole(deltas), turns)
                 return
             for event in shape.last_events():
-                await _send_event(send, event)
+                await send_pieces(send, event, turns)
         except Refused as refused:
             refusal = shape.asked.renamed(refused.refusal)
             if not streaming:
                 await refusal_response(refusal)(scope, receive, send)
                 return
-            await _send_event(send, shape.event(refusal_body(refusal)))
+            await send_pieces(send, shape.event(refusal_body(refusal)), turns)
         except Exception:
             if not streaming:
                 raise
             log.exception("%s failed", scope["path"])
-            await _send_event(send, shape.event(refusal_body(UNEXPECTED)))
+            await send_pieces(send, shape.event(refusal_body(UNEXPECTED)), turns)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-async def _send_whole(send: Send, response: Response) -> None:
-    """In parts: log-probabilities may be more than Serve's processes pass on in one message."""
-    headers, body = response.raw_headers, bytes(response.body)
-    await send({"type": "http.response.start", "status": 200, "headers": headers})
-    for at in range(0, len(body), _PART_BYTES):
-        part = body[at : at + _PART_BYTES]
-        await send({"type": "http.response.body", "body": part, "more_body": True})
-    await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 async def _start(send: Send) -> None:
     headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
-
-
-async def _send_event(send: Send, event: str) -> None:
-    await send({"type": "http.response.body", "body": event.encode(), "more_body": True})

@@ -168,6 +168,9 @@ class _Request(Strict, BaseModel):  # BaseModel is named for the linter, which l
             "cache_salt": "cache_salt" if self.cache_salt else "user",
             "logprobs": self.logprobs_field,
         }
+        if self.prompt_logprobs is None:
+            # The prompt's are asked for with its echo.
+            names["prompt_logprobs"] = self.logprobs_field
         if refusal.field in ("json_schema", "regex", "choice", "grammar"):
             names[refusal.field] = self.structure_field
         field = names.get(refusal.field, refusal.field)

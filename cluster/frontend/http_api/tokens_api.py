@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Sequence
+from array import array
+from collections.abc import Callable, Sequence
+from functools import cache
 from importlib.metadata import version
 from typing import Any, Self, TypeVar
 
@@ -13,7 +14,9 @@ from pydantic import model_validator
 
 from cluster.frontend.calls import check_prompt
 from cluster.frontend.http_api.edge import check_model, checked_caller, read_body
+from cluster.frontend.http_api.long_json import LongJson
 from cluster.frontend.http_api.openai_fields import Message, without_nulls
+from cluster.frontend.json_text import json_array
 from cluster.frontend.prompts import ChatPrompt, TextPrompt
 from cluster.frontend.service import FrontendService
 from cluster.frontend.target_text import TargetText
@@ -84,43 +87,50 @@ def tokens_router(service: FrontendService) -> APIRouter:
 
     @router.post("/tokenize")
     async def tokenize(request: Request) -> Response:
-        checked_caller(service, request)
+        caller = checked_caller(service, request)
+        text = service.text
         with service.refusals():
             asked = await read(request, Tokenize)
             if asked.tool_use is not None:
                 # As chat would refuse them.
-                asked.tool_use.structure(tool_format(service.text.chat_template), None)
+                asked.tool_use.structure(tool_format(text.chat_template), None)
             prompt = asked.to_tokenize
             # Unlike a call's, a text may be empty here.
             if asked.prompt != "":
                 check_prompt(prompt, service.config)
-            tokens = await service.tokens(prompt)
-        text = service.text
+        async with service.tokenizing(caller) as turn:
+            encode, _ = await service.encoding(prompt, turn.tenant)
+            tokens = await turn.run(_packed, encode)
+            turn.count(len(tokens))
         answer: dict[str, Any] = {
             "count": len(tokens),
             "max_model_len": text.context_len,
-            "tokens": tokens,
+            "tokens": json_array(tokens, int),
         }
         if asked.return_token_strs:
-            answer["token_strs"] = await asyncio.to_thread(_names, text, tokens)
-        return JSONResponse(answer)
+            names = cache(lambda token: text.token_bytes(token).decode(errors="replace"))
+            answer["token_strs"] = json_array(tokens, names)
+        return LongJson(answer, service.writing)
 
     @router.post("/detokenize")
     async def detokenize(request: Request) -> Response:
-        checked_caller(service, request)
+        caller = checked_caller(service, request)
         with service.refusals():
             asked = await read(request, Detokenize)
             most = service.config.scheduler.prompt_tokens_max
             if len(asked.tokens) > most:
                 raise InvalidRequest("tokens", f"{len(asked.tokens)} given, at most {most} allowed")
-            prompt = await asyncio.to_thread(_decoded, service.text, asked.tokens)
-        return JSONResponse({"prompt": prompt})
+        async with service.tokenizing(caller) as turn:
+            turn.count(len(asked.tokens))
+            prompt = await turn.run(_decoded, service.text, asked.tokens)
+        return LongJson({"prompt": prompt}, service.writing)
 
     return router
 
 
-def _names(text: TargetText, tokens: Sequence[int]) -> list[str]:
-    return [text.token_bytes(token).decode(errors="replace") for token in tokens]
+def _packed(encode: Callable[[], Sequence[int]]) -> Sequence[int]:
+    """Tokens in a tenth of the memory: many answers may wait to be sent."""
+    return array("I", encode())
 
 
 def _decoded(text: TargetText, tokens: list[int]) -> str:

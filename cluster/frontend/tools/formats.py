@@ -52,25 +52,21 @@ _CONVERSATIONS: tuple[list[dict[str, Any]], ...] = ([_ASKED, _CALLED], [_ASKED, 
 def tool_format(template: str | None) -> ToolFormat | None:
     """The format of the calls that a chat template writes; None: it tells of no tools, or it writes
     calls in a format that is not known. The template renders once, and then never again."""
-    for turns in _CONVERSATIONS:
-        written = _call_written(template, turns)
+    if template is None:
+        return None
+    asked = [([_ASKED], True), *((turns, False) for turns in _CONVERSATIONS)]
+    before, *whole = rendered(template, [_TOOL], asked)
+    for text in whole:
+        written = _call_written(before or "", text or "")
         for form in ToolFormat:
             if _reads_back(form, written):
                 return form
     return None
 
 
-def _call_written(template: str | None, turns: list[dict[str, Any]]) -> str:
-    """What a template writes for the assistant's turn and those behind it; empty where it has no
-    place for tools, or fails."""
-    if template is None:
-        return ""
-    try:
-        before = rendered(template, turns[:1], [_TOOL], to_answer=True)
-        whole = rendered(template, turns, [_TOOL])
-    except Exception:
-        # Whatever a template raises, this conversation is none that it knows.
-        return ""
+def _call_written(before: str, whole: str) -> str:
+    """What a template writes for the assistant's turn and those behind it: the whole text without
+    the one up to that turn. Empty where it has no place for tools."""
     if _NAME not in before:
         return ""
     if whole.startswith(before):

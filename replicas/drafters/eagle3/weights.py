@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from transformers.utils import cached_file
 
 from replicas.drafters.eagle3.head_config import LAYER, HeadConfig, head_config
+from replicas.drafters.eagle3.pickled import read_pickled
 from replicas.drafters.eagle3.planted_head import PLANTED_HEAD, planted_head, planted_tensors
 from replicas.errors import PairRefused
 from replicas.names import map_shift
@@ -69,10 +69,7 @@ def _read_tensors(name: str, values: bool = True) -> dict[str, torch.Tensor]:
         file = cached_file(name, "pytorch_model.bin", _raise_exceptions_for_missing_entries=False)
         if file is None:
             raise PairRefused("neither model.safetensors nor pytorch_model.bin is there")
-        try:
-            found = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-        except (UnpicklingError, RuntimeError):  # torch's own words advise to trust it
-            raise PairRefused("pytorch_model.bin is no zip file of tensors alone") from None
+        found = read_pickled(file)
     return {
         key.replace("midlayer.", LAYER): value
         for key, value in found.items()

@@ -9,8 +9,9 @@ from contextlib import asynccontextmanager
 
 from grpc import StatusCode
 
-from cluster.config import ClusterConfig
+from cluster.config import ClusterConfig, FrontendConfig
 from cluster.config_sources import from_args
+from cluster.frontend.bounded import BoundedWork
 from cluster.frontend.grpc_api.api import GrpcApi
 from cluster.frontend.service import FrontendService
 from cluster.frontend.target_text import TargetText
@@ -55,6 +56,20 @@ class Context:
         self.details = details
 
 
+_shared: dict[tuple[object, ...], BoundedWork] = {}
+_SHARED_MAX = 4
+
+
+def shared_work(text: TargetText, config: FrontendConfig) -> BoundedWork:
+    """For tests one after another: to start child processes takes longer than most tests."""
+    key = (id(text.tokenizer), id(text.encoder), text.embedding_size, text.eos_token_ids, config)
+    if key not in _shared:
+        if len(_shared) == _SHARED_MAX:
+            _shared.pop(next(iter(_shared))).close()
+        _shared[key] = BoundedWork(text, config)
+    return _shared[key]
+
+
 @asynccontextmanager
 async def frontend(
     step_s: float = 0.0,
@@ -65,14 +80,16 @@ async def frontend(
     bound_s: float = 100.0,
     clock: Callable[[], float] = time.monotonic,
     sink: Sink = lambda _name, _value, _tags: None,
+    shares: bool = True,
 ) -> AsyncIterator[GrpcApi]:
     """`load` and `text`: of a real replica, in place of the fake ones; `clock`: the pool's; `sink`
-    takes what the frontend counts."""
+    takes what the frontend counts; `shares`: child processes with frontends of other tests."""
     pool = Wire(config, clock=clock)
     load = load or (lambda: FakeReplica(step_s))
     runners = [Worker(config, load, [pool], f"r{n}") for n in range(replicas)]
     text = text or load_fake_text(ReplicaConfig())
-    made = GrpcApi(FrontendService(config, [pool], text, "frontend", FrontendMeter(sink)))
+    bounded = shared_work(text, config.frontend) if shares else None
+    made = GrpcApi(FrontendService(config, [pool], text, "frontend", FrontendMeter(sink), bounded))
     async with asyncio.timeout(bound_s):
         for runner in runners:
             await runner.start()

@@ -23,7 +23,7 @@ TOO_DEEP = "{{" + "(" * 5000 + "1" + ")" * 5000 + "}}"
         ("{% for m in messages %}", "line 1: .*endfor"),
         ("{{ messages }}\n{{ }}", "line 2: "),
         ("{{ messages | unheard_of }}", "line 1: .*unheard_of"),
-        (TOO_DEEP, "RecursionError"),
+        (TOO_DEEP, "maximum recursion depth"),
     ],
     ids=["unclosed", "empty", "filter", "too deep"],
 )

@@ -261,9 +261,9 @@ async def test_an_end_counts_with_the_status_that_the_client_got(
 @pytest.mark.parametrize("reason", UNENDED)
 def test_an_end_is_told_by_the_clients_name_for_its_request(reason: FinishReason) -> None:
     for request_id, of in (("mine", "request mine: "), ("", "")):
-        told = refusal_of_finish(Finish("pool-1", reason, message="no"), request_id)
+        told = refusal_of_finish(Finish("pool-1", reason, message="no"), request_id, "")
         assert told == Refusal(CODES[reason], f"{of}no")
-        unsaid = refusal_of_finish(Finish("pool-1", reason), request_id)
+        unsaid = refusal_of_finish(Finish("pool-1", reason), request_id, "")
         assert len(unsaid.message) > len(of)
         assert "pool-1" not in unsaid.message
 

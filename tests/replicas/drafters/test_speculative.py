@@ -69,7 +69,7 @@ def test_draft_is_short_for_a_draft_model_and_may_not_contradict() -> None:
         config = ReplicaConfig(speculative=said)
         assert config.drafting == said == ReplicaConfig(draft=None, speculative=said).drafting
         assert ReplicaConfig.model_validate(config.model_dump()) == config
-        with pytest.raises(ValidationError, match="draft: 'y' beside speculative"):
+        with pytest.raises(ValidationError, match="draft: 'y' beside a speculative config"):
             ReplicaConfig(draft="y", speculative=said)
 
 

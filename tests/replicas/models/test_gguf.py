@@ -12,6 +12,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from cluster.config import FrontendConfig
+from cluster.frontend.bounded import BoundedWork
 from cluster.frontend.prompts import ChatPrompt
 from cluster.frontend.target_text import TargetText
 from replicas.config import ReplicaConfig
@@ -137,7 +139,8 @@ def test_the_frontend_has_the_tokenizer_and_the_template_and_needs_no_weights(
     text = TargetText.load(settings(str(file)))
     assert text.encode("the quick") == tuple(tokenizer().encode("the quick").ids)
     assert text.eos_token_ids == (EOS,)
-    ids = text.encode_chat(ChatPrompt(TALK))
+    rendered = BoundedWork(text, FrontendConfig()).rendered_now(ChatPrompt(TALK))
+    ids = text.encode_rendered(rendered)
     assert text.tokenizer.decode(list(ids)) == "user: the quick brown fox\n"
     assert not list(cache.rglob("*.safetensors"))
 

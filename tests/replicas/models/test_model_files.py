@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import tracemalloc
+import zipfile
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -15,6 +17,7 @@ from transformers import AutoConfig
 
 from cluster.frontend.target_text import TargetText
 from replicas.config import ReplicaConfig
+from replicas.drafters.eagle3.weights import read_head
 from replicas.errors import PairRefused
 from replicas.models.loader import resolve
 from replicas.pair import load_pair
@@ -148,3 +151,58 @@ def test_a_heads_pickle_may_hold_tensors_only(tmp_path: Path) -> None:
     assert not mark.exists()
     torch.load(head, weights_only=False)
     assert mark.exists(), "opening it would have left a mark"
+
+
+def with_program(file: Path, program: bytes, compression: int = zipfile.ZIP_STORED) -> None:
+    """Put another pickle in the place of the one in a file that torch has saved."""
+    with zipfile.ZipFile(file) as archive:
+        records = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(file, "w", compression) as archive:
+        for name, data in records.items():
+            archive.writestr(name, program if name.endswith("/data.pkl") else data)
+
+
+def called(name: str, count: int) -> bytes:
+    """A pickle of `{"a": name(count)}`."""
+    number = b"\x8a\x08" + count.to_bytes(8, "little")
+    return (
+        b"\x80\x02}X\x01\x00\x00\x00ac"
+        + name.replace(" ", "\n").encode()
+        + (b"\n" + number + b"\x85Rs.")
+    )
+
+
+LISTS = b"\x80\x02" + b"]" * (1 << 21) + b"0" * ((1 << 21) - 1) + b"."
+
+
+@pytest.mark.parametrize(
+    ("program", "compression"),
+    [
+        (called("builtins bytearray", 1 << 30), zipfile.ZIP_STORED),
+        (called("torch Tensor", 1 << 28), zipfile.ZIP_STORED),
+        (called("torch.storage UntypedStorage", 1 << 30), zipfile.ZIP_STORED),
+        (LISTS, zipfile.ZIP_STORED),
+        (LISTS, zipfile.ZIP_DEFLATED),
+        (b"\x80\x02]q\x00.", zipfile.ZIP_STORED),
+        (b"\x80\x02}X\x01\x00\x00\x00aNs.", zipfile.ZIP_STORED),
+        (b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n)R.", zipfile.ZIP_STORED),
+        (b"", zipfile.ZIP_STORED),
+    ],
+    ids=["bytes", "tensor", "storage", "lists", "small", "no dict", "no tensor", "torn", "empty"],
+)
+def test_a_heads_pickle_takes_no_more_memory_than_its_file(
+    tmp_path: Path, program: bytes, compression: int
+) -> None:
+    """Nor is one opened as a head that holds anything but tensors by their names."""
+    target = AutoConfig.from_pretrained(resolve("tiny"))
+    layer = layer_config("llama", hidden_size=target.hidden_size)
+    path = save_head(tmp_path, target, layer)
+    with_program(tmp_path / "pytorch_model.bin", program, compression)
+    tracemalloc.start()
+    try:
+        with pytest.raises(PairRefused, match=r"^pytorch_model\.bin is no .* alone$"):
+            read_head(path, target)
+        # What was asked for is a gigabyte, or lists of 100 MiB and more.
+        assert tracemalloc.get_traced_memory()[1] < 32 << 20
+    finally:
+        tracemalloc.stop()
