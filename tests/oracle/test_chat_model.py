@@ -9,8 +9,8 @@ from cluster.frontend.bounded import BoundedWork
 from cluster.frontend.prompts import ChatPrompt
 from cluster.frontend.target_text import TargetText
 from cluster.verify import verify
+from replicas import names
 from replicas.config import ReplicaConfig
-from replicas.models import names
 from scheduler.config import SchedulerConfig
 from scheduler.messages import Sampling
 

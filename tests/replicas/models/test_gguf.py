@@ -16,9 +16,10 @@ from cluster.config import FrontendConfig
 from cluster.frontend.bounded import BoundedWork
 from cluster.frontend.prompts import ChatPrompt
 from cluster.frontend.target_text import TargetText
+from replicas import names
 from replicas.config import ReplicaConfig
 from replicas.errors import PairRefused
-from replicas.models import gguf, names
+from replicas.models import gguf
 from replicas.models.loader import resolve
 from replicas.pair import load_pair, read_pair
 from tests.cluster.fakes import EOS, VOCAB, tokenizer

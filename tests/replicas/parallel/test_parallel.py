@@ -22,7 +22,7 @@ from replicas.errors import PairRefused, TooLittleMemory
 from replicas.memory import MemoryPlan, PairShape, plan_memory
 from replicas.names import SHAPES
 from replicas.pair import read_pair
-from replicas.parallel import ranks, replica as parallel
+from replicas.parallel import parallel_replica as parallel, ranks
 from replicas.parallel.parallel_replica import LocalRank, ParallelReplica, load_parallel, start_here
 from replicas.parallel.ranks import Failure, Ranks, ReplicaBroken
 from replicas.parallel.rendezvous import Address, Channel, Store, host_store, join_store
