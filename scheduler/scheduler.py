@@ -226,7 +226,7 @@ class Scheduler:
             back = back if size == 1 else []
         else:
             for sequence in guilty:
-                self.pool.move(sequence, Move.FILLED)
+                self.pool.move(sequence, Move.PREFILLED)
         for sequence in guilty:
             self._finish(sequence, FinishReason.FAILED, event.message)
         self._tell_records(rows)

@@ -96,13 +96,13 @@ def lockstep(
     # On the average a row reads its prompt and half of its new tokens.
     lengths = [len(request.prompt) + request.max_new_tokens / 2 for request in requests]
     positions = row_steps * mean(lengths)
-    checked = row_steps + sum(row.draft_tokens for row in rows)
+    verified = row_steps + sum(row.draft_tokens for row in rows)
     lengths = [len(request.prompt) - 1 for request in requests]
-    least_s = ModelWork.of(pair.target).least_s(rates, steps, checked, positions)
+    least_s = ModelWork.of(pair.target).least_s(rates, steps, verified, positions)
     if isinstance(pair.draft, ModelSource):
         draft = ModelWork.of(pair.draft.model)
         read = positions * drafted / max(steps, 1)
-        least_s += draft.least_s(rates, drafted, checked - row_steps, read)
+        least_s += draft.least_s(rates, drafted, verified - row_steps, read)
     in_steps = sum(result.times.total_s for result in stepped)
     in_fills = sum(result.times.total_s for result in engine.results if not result.steps)
     run = Run(

@@ -136,7 +136,7 @@ class Pool:
             sequence.cached_tokens += min(reused, len(sequence.request.prompt))
         replica.figures.reused_tokens += reused
         whole = sequence.prefilled == sequence.prefill_len
-        self.move(sequence, Move.FILLED if whole else Move.CHUNK)
+        self.move(sequence, Move.PREFILLED if whole else Move.CHUNK)
 
     def step(
         self,

@@ -43,7 +43,7 @@ class Move(StrEnum):
     """A prefill batch with its row is dispatched."""
     CHUNK = "chunk"
     """That batch is done, and there is more to fill."""
-    FILLED = "filled"
+    PREFILLED = "prefilled"
     """That batch is done, and with it the prefill."""
     STEP = "step"
     """A speculate batch with its row is dispatched."""
@@ -62,7 +62,7 @@ LEGAL: Final = {
     (State.WAITING, Move.PREFILL): State.PREFILLING,
     (State.PREFILLING, Move.CHUNK): State.PARTIAL,
     (State.PARTIAL, Move.PREFILL): State.PREFILLING,
-    (State.PREFILLING, Move.FILLED): State.READY,
+    (State.PREFILLING, Move.PREFILLED): State.READY,
     (State.READY, Move.STEP): State.STEPPING,
     (State.STEPPING, Move.STEPPED): State.READY,
     (State.PREFILLING, Move.RETURN): State.WAITING,
