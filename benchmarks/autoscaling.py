@@ -183,8 +183,7 @@ def _replica_states() -> dict[str, int]:
 def offered(load: Load, second: int, window_s: int = 5) -> float:
     """Tokens per second that were asked for in the seconds around this one."""
     low_s, high_s = second - window_s / 2, second + window_s / 2
-    inside = (request.max_new_tokens for at_s, request in load if low_s <= at_s < high_s)
-    return sum(inside) / window_s
+    return sum(call.max_new_tokens for at_s, call in load if low_s <= at_s < high_s) / window_s
 
 
 def one_replica(run: Run) -> float:

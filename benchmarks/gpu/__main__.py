@@ -162,10 +162,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             target = f"planted:{args.shape}?scale={described['scale']!r}"
             mode.config = mode.config.model_copy(update={"target": target})
         described = attempt(name, mode, args, rates) | described
-        summaries = {
-            each: {what: getattr(mode, what) for what in TOLD} for each, mode in modes.items()
-        }
-        write_json(args.json, {**described, "modes": summaries, "runs": rows_of(modes)})
+        shown = {name: {what: getattr(mode, what) for what in TOLD} for name, mode in modes.items()}
+        write_json(args.json, {**described, "modes": shown, "runs": rows_of(modes)})
     show(modes)
     return int(any(mode.state == "failed" for mode in modes.values()))
 
