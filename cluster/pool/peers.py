@@ -146,7 +146,7 @@ def deliver(
         peer.flush_within(due[peer])
 
 
-def unlike(spec: ReplicaSpec, others: Mapping[str, ReplicaSpec]) -> str:
+def incompatible(spec: ReplicaSpec, others: Mapping[str, ReplicaSpec]) -> str:
     """Why a replica's output may differ from that of one of these; empty if it does not."""
     for other_id, other in others.items():
         if (other.target, other.dtype) != (spec.target, spec.dtype):
@@ -172,7 +172,7 @@ async def unlike_elsewhere(spec: ReplicaSpec, pools: Iterable[PoolPort]) -> str:
         one.cancel()
     views = [one.result() for one in done if one.exception() is None]
     specs = {one.id: one.spec for view in views for one in view.status.replicas}
-    return unlike(spec, specs)
+    return incompatible(spec, specs)
 
 
 def requests_of(event: object, batch: Batch | None) -> tuple[str, ...]:

@@ -25,7 +25,7 @@ from cluster.bench.workload import Workload, synthetic_prompts
 from cluster.client import AsyncClient
 from cluster.client.retry import Continuation
 from protos import lockstep_pb2 as pb, lockstep_pb2_grpc
-from replicas.models.names import TINY
+from replicas.names import TINY
 from scheduler.simulation import uniform
 from tests.cluster.cli.command import lockstep
 from tests.cluster.fakes import CONTEXT, VOCAB, FakeReplica, tokenizer

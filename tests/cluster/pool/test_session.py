@@ -82,7 +82,7 @@ async def test_what_was_accepted_waits_for_a_replica_that_holds_it_before_its_fi
         large = await w.add_replica(fake=stuck)
         await w.until_serving(1)
         live = w.submit([5, 6], 300)
-        await until(lambda: live.checked)
+        await until(lambda: live.validated)
         large.end()
         w.wire.restart()
         # By this one alone it would be refused.
