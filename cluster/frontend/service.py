@@ -22,6 +22,7 @@ from cluster.frontend.admission.control import AdmissionControl, Admitted, Calle
 from cluster.frontend.answer import Answer
 from cluster.frontend.bounded import BoundedWork
 from cluster.frontend.calls import GenerateCall, call_field, check_call, check_number
+from cluster.frontend.pool_session import ShardRouter
 from cluster.frontend.prompts import ChatPrompt, Prompt
 from cluster.frontend.requests import check_logprobs, drawn_seed, requests_of
 from cluster.frontend.status_codes import Refusal, Refused, refusal_of_error
@@ -30,7 +31,6 @@ from cluster.frontend.text import TextStream
 from cluster.frontend.tools import ToolReader, tool_format
 from cluster.metrics import FrontendMeter
 from cluster.pool.protocol import STOPPING, PoolPort, PoolView
-from cluster.pool.shard_router import ShardRouter
 from scheduler.errors import InvalidRequest, LockstepError, Overloaded
 from scheduler.messages import Request
 

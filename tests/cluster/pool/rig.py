@@ -12,9 +12,7 @@ from typing import Any
 
 from cluster.config import ClusterConfig
 from cluster.config_sources import from_args
-from cluster.pool.in_flight import InFlightRequest
-from cluster.pool.session import PoolSession
-from cluster.pool.shard_router import ShardRouter
+from cluster.frontend.pool_session import InFlightRequest, PoolSession, ShardRouter
 from cluster.worker.worker import Worker
 from scheduler.messages import FinishReason, Request
 from tests.cluster.fakes import FakeReplica, perfect

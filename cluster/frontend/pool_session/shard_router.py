@@ -14,9 +14,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from cluster.config import ClusterConfig
-from cluster.pool.in_flight import InFlightRequest
+from cluster.frontend.pool_session.in_flight import InFlightRequest
+from cluster.frontend.pool_session.session import PoolSession
 from cluster.pool.protocol import PoolPort, PoolUnreachable, PoolView, merged_view
-from cluster.pool.session import PoolSession
 from cluster.transport import NotEncodable, encode
 from scheduler.errors import InvalidRequest
 from scheduler.messages import Request

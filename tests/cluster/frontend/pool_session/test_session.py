@@ -13,8 +13,8 @@ import logging
 
 import pytest
 
+from cluster.frontend.pool_session import InFlightRequest
 from cluster.pool.actor import PoolActor
-from cluster.pool.in_flight import InFlightRequest
 from cluster.pool.protocol import FRONTEND, WORKER
 from scheduler.messages import Action, Event, FinishReason, ReplicaLost, Request, StepDone, Submit
 from scheduler.scheduler import Scheduler
@@ -192,7 +192,7 @@ async def test_a_session_that_is_closed_has_ended_in_the_pool_too() -> None:
 async def test_a_pool_that_only_says_it_lives_is_asked_with_pauses_and_deadlines_hold(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("cluster.pool.session._OVERDUE_S", 0.1)
+    monkeypatch.setattr("cluster.frontend.pool_session.session._OVERDUE_S", 0.1)
     async with shards(0) as w:
         w.wire.half_dead = True
         w.wire.break_streams()

@@ -15,7 +15,7 @@ import pytest
 
 from cluster.config_sources import from_args
 from cluster.frontend.grpc_api.messages import to_status
-from cluster.pool import shard_router
+from cluster.frontend.pool_session import shard_router
 from cluster.pool.protocol import PoolUnreachable, PoolView
 from scheduler.errors import InvalidRequest
 from scheduler.messages import FinishReason, RejectCode, Request

@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection, Sequence
 from msgspec.structs import replace
 
 from cluster.config import PoolConfig
-from cluster.pool.in_flight import InFlightRequest
+from cluster.frontend.pool_session.in_flight import InFlightRequest
 from cluster.pool.protocol import (
     FRONTEND,
     Beat,
