@@ -16,7 +16,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from cluster.local_engine import LocalEngine
+from cluster.local.engine import LocalEngine
 from replicas.config import ReplicaConfig
 from replicas.memory import MemoryPlan, PairShape, TooLittleMemory, plan_memory
 from replicas.models.names import PairRefused

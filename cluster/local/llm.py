@@ -24,8 +24,8 @@ from cluster.frontend.requests import drawn_seed, requests_of
 from cluster.frontend.structure import Structure
 from cluster.frontend.target_text import TargetText
 from cluster.frontend.text import TextStream
-from cluster.local_engine import LocalEngine, Output
-from lockstep.arguments import TEN_YEARS_S, Arguments
+from cluster.local.arguments import TEN_YEARS_S, Arguments
+from cluster.local.engine import LocalEngine, Output
 from replicas.parallel import load_replica
 from scheduler.decoding import TokenLogprobs
 from scheduler.errors import InvalidRequest, LockstepError
