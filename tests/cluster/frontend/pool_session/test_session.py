@@ -10,16 +10,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
+from typing import Any
 
 import pytest
 
 from cluster.frontend.pool_session import InFlightRequest
 from cluster.pool.actor import PoolActor
 from cluster.pool.protocol import FRONTEND, WORKER
+from cluster.transport import Stream
 from scheduler.messages import Action, Event, FinishReason, ReplicaLost, Request, StepDone, Submit
 from scheduler.scheduler import Scheduler
 from tests.cluster.fakes import Clock, FakeReplica, perfect
-from tests.cluster.pool.rig import CONFIG, check, prompts, shards, with_pool
+from tests.cluster.pool.rig import CONFIG, TIMEOUT_S, check, prompts, shards, with_pool
 from tests.cluster.wire import Wire, until
 
 
@@ -217,6 +220,40 @@ async def test_a_pool_that_answers_nothing_ends_requests_as_unreachable(lives: b
         live = w.submit([5, 6], 10)
         await live.ended.wait()
         assert live.unreachable
+
+
+async def test_no_wait_goes_beyond_the_silence_that_a_pool_may_keep(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """While a stream stands, and while the next connection is awaited."""
+    monkeypatch.setattr("cluster.frontend.pool_session.session._SILENT_S", math.inf)
+    clock = Clock()
+    config = with_pool(CONFIG, unreachable_s=TIMEOUT_S / 2)
+    async with shards(1, config=config, step_s=0.01, frontend_clock=clock) as w:
+        live = w.submit([5, 6], 100)
+        await until(lambda: bool(live.tokens))
+        w.wire.flows.clear()
+        clock.now_s += config.pool.unreachable_s
+        await live.ended.wait()
+        assert live.unreachable
+        assert [kind for kind, _ in w.wire.streams].count(FRONTEND) == 1, "the session stands yet"
+
+        answers = asyncio.Event()
+        connect = w.wire.connect
+
+        async def late(*args: Any) -> Stream:
+            await answers.wait()
+            return await connect(*args)
+
+        monkeypatch.setattr(w.wire, "connect", late)
+        w.wire.break_streams()
+        w.wire.flows.set()
+        waiting = w.submit([5, 6], 10)
+        await waiting.ended.wait()
+        assert waiting.unreachable
+        answers.set()
+        await w.until_serving(1)
+        await check([w.submit([5, 6], 10)])
 
 
 async def test_an_idle_pool_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
