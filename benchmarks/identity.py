@@ -25,7 +25,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from benchmarks.drafters import asked, question_parser, replica_config
 from benchmarks.shared.oracle import OracleDrafter
-from cluster.local_engine import LocalEngine
+from cluster.local.engine import LocalEngine
 from cluster.verify import transformers_greedy
 from replicas.drafters.eagle3.planted_head import planted_head, planted_tensors
 from replicas.grammars import grammar_of

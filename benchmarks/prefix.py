@@ -23,7 +23,7 @@ from benchmarks.shared.report import table, write_json
 from cluster.bench.arrivals import Closed, Extent, drive
 from cluster.bench.engine import over_engine
 from cluster.bench.figures import summarise
-from cluster.local_engine import LocalEngine
+from cluster.local.engine import LocalEngine
 from replicas.models.loader import resolve
 from replicas.pair import load_pair
 from replicas.replica import Replica

@@ -12,7 +12,7 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 from cluster.frontend.target_text import TargetText
-from cluster.local_engine import NO_QUEUE_LIMITS, LocalEngine, Output
+from cluster.local.engine import NO_QUEUE_LIMITS, LocalEngine, Output
 from replicas.config import ReplicaConfig
 from scheduler.config import SchedulerConfig
 from scheduler.errors import InvalidRequest

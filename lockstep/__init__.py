@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from cluster.client import AsyncClient, Client
-    from lockstep.llm import LLM, Completion, PromptFailed, SamplingParams
+    from cluster.local.llm import LLM, Completion, PromptFailed, SamplingParams
 
 __all__ = ["LLM", "AsyncClient", "Client", "Completion", "PromptFailed", "SamplingParams"]
 
 _HOMES = {
     "AsyncClient": "cluster.client",
     "Client": "cluster.client",
-    "Completion": "lockstep.llm",
-    "LLM": "lockstep.llm",
-    "PromptFailed": "lockstep.llm",
-    "SamplingParams": "lockstep.llm",
+    "Completion": "cluster.local.llm",
+    "LLM": "cluster.local.llm",
+    "PromptFailed": "cluster.local.llm",
+    "SamplingParams": "cluster.local.llm",
 }
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from cluster.local_engine import LocalEngine
+from cluster.local.engine import LocalEngine
 from replicas.config import ReplicaConfig
 from replicas.replica import Replica
 from scheduler.config import SchedulerConfig

@@ -23,7 +23,7 @@ from cluster.bench.figures import latencies
 from cluster.bench.workload import engine_request, synthetic_prompts
 from cluster.config import ClusterConfig
 from cluster.frontend.target_text import TargetText
-from cluster.local_engine import LocalEngine
+from cluster.local.engine import LocalEngine
 from cluster.run import ClusterRun
 from replicas.replica import Replica
 from scheduler.messages import ReplicaSpec, Request

@@ -15,7 +15,7 @@ import torch
 from benchmarks.gpu.ceilings import ModelWork, Rates
 from benchmarks.shared.transformers_runs import Transformers
 from cluster.bench.workload import synthetic_prompts
-from cluster.local_engine import LocalEngine
+from cluster.local.engine import LocalEngine
 from replicas.config import ReplicaConfig
 from replicas.drafters.model import ModelSource
 from replicas.pair import Pair, load_pair

@@ -13,7 +13,7 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
-from cluster.local_engine import LocalEngine, Output, Runner
+from cluster.local.engine import LocalEngine, Output, Runner
 from scheduler.config import SchedulerConfig
 from scheduler.messages import Request, StepResult
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from cluster.bench.arrivals import Send
 from cluster.bench.figures import Record
-from cluster.local_engine import LocalEngine, Output
+from cluster.local.engine import LocalEngine, Output
 from scheduler.errors import LockstepError
 from scheduler.messages import FinishReason, Request
 

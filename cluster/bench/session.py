@@ -75,7 +75,7 @@ def engine(config: ClusterConfig, note: Note) -> AbstractAsyncContextManager[Ser
 
     from cluster.bench.engine import over_engine
     from cluster.frontend.target_text import TargetText
-    from cluster.local_engine import LocalEngine
+    from cluster.local.engine import LocalEngine
     from cluster.worker.loading import tell_of_weights
     from replicas.replica import Replica
 

@@ -15,7 +15,7 @@ import typer
 
 from cluster.bench.figures import Distribution
 from cluster.cli.flags import lengths, output, with_settings, write
-from cluster.local_engine import NO_QUEUE_LIMITS
+from cluster.local.engine import NO_QUEUE_LIMITS
 from scheduler.messages import ReplicaSpec
 from scheduler.simulation import (
     DEVICES,

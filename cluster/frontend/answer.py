@@ -17,13 +17,12 @@ from grpc import StatusCode
 
 from cluster.config import ClusterConfig
 from cluster.frontend.calls import Delta, GenerateCall, SequenceEnd, call_field
+from cluster.frontend.pool_session import InFlightRequest, ShardRouter
 from cluster.frontend.status_codes import CODES, Refusal, Refused, refusal_of_finish
 from cluster.frontend.text import TextStream
 from cluster.frontend.tools import CallDelta, ToolReader
 from cluster.metrics import FrontendMeter
-from cluster.pool.in_flight import InFlightRequest
 from cluster.pool.protocol import STOPPING
-from cluster.pool.shard_router import ShardRouter
 from scheduler.decoding import TokenLogprobs
 from scheduler.messages import Finish, FinishReason, Request, Usage
 

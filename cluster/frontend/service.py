@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -22,15 +22,15 @@ from cluster.frontend.admission.control import AdmissionControl, Admitted, Calle
 from cluster.frontend.answer import Answer
 from cluster.frontend.bounded import BoundedWork
 from cluster.frontend.calls import GenerateCall, call_field, check_call, check_number
+from cluster.frontend.pool_session import ShardRouter
 from cluster.frontend.prompts import ChatPrompt, Prompt
-from cluster.frontend.requests import check_logprobs, drawn_seed, requests_of
+from cluster.frontend.requests import RequestFactory
 from cluster.frontend.status_codes import Refusal, Refused, refusal_of_error
 from cluster.frontend.target_text import TargetText
 from cluster.frontend.text import TextStream
 from cluster.frontend.tools import ToolReader, tool_format
 from cluster.metrics import FrontendMeter
 from cluster.pool.protocol import STOPPING, PoolPort, PoolView
-from cluster.pool.shard_router import ShardRouter
 from scheduler.errors import InvalidRequest, LockstepError, Overloaded
 from scheduler.messages import Request
 
@@ -73,6 +73,7 @@ class FrontendService:
         self.text = text
         self.bounded = bounded or BoundedWork(text, config.frontend)
         self._owns_bounded = bounded is None
+        self._factory = RequestFactory(text, config)
         self.router = ShardRouter(pools, config, name)
         self._meter = meter or FrontendMeter()
         self.admission = AdmissionControl(config.auth, config.frontend)
@@ -127,21 +128,22 @@ class FrontendService:
         On leaving, sequences that have not ended are cancelled.
         """
         arrived_s = time.monotonic()
-        with self.refusals(call):
-            check_number(call, self.config)
-            admitted = self.admission.admit(call.caller, call.sequences, call.number_field)
-            try:
+        with ExitStack() as account:
+            with self.refusals(call):
+                check_number(call, self.config)
+                admitted = account.enter_context(
+                    self.admission.admit(
+                        call.caller, call.sequences, call.number_field, call.priority
+                    )
+                )
                 answer = await self._submit(call, admitted, arrived_s)
-            except BaseException:
-                admitted.close()
+            try:
+                yield answer
+            except Refused as refused:
+                answer.status = refused.refusal.code
                 raise
-        try:
-            yield answer
-        except Refused as refused:
-            answer.status = refused.refusal.code
-            raise
-        finally:
-            admitted.close(answer.close())
+            finally:
+                admitted.used = answer.close()
 
     @contextmanager
     def refusals(self, call: GenerateCall | None = None) -> Iterator[None]:
@@ -168,8 +170,8 @@ class FrontendService:
             call = replace(call, structure=call.tools.structure(form, call.structure))
         check_call(call, self.config, self.text.context_len)
         if call.drawn_seed is None:
-            call = replace(call, drawn_seed=drawn_seed(self.config))
-        priority = admitted.priority(call.priority)
+            call = replace(call, drawn_seed=self._factory.drawn_seed())
+        call = replace(call, priority=admitted.priority)
         self._check_load(call.sequences)
         grammar = ""
         if call.structure is not None:
@@ -177,14 +179,10 @@ class FrontendService:
                 call.structure, call.committed_token_ids, admitted.tenant
             )
         requests: list[Request] = []
-        logprobs = 0
         for number, prompt in enumerate(call.prompts):
             tokens = await self.tokens(prompt, admitted.tenant)
-            made = requests_of(
-                call, number, tokens, self.text, self.config, grammar, priority, admitted.tenant
-            )
-            logprobs = check_logprobs(made, logprobs, self.config)
-            requests += made
+            requests += self._factory.requests(call, number, tokens, grammar, admitted.tenant)
+            self._factory.check_logprobs(requests)
         # Others came while tokens were made; from here on none can.
         self._check_load(call.sequences)
         admitted.charge(sum(request.length_max for request in requests))
@@ -228,15 +226,11 @@ class FrontendService:
     @asynccontextmanager
     async def tokenizing(self, caller: Caller) -> AsyncIterator[TokenizerTurn]:
         """A call for tokens alone: a request in flight as any other. Raises Refused."""
-        with self.refusals():
-            admitted = self.admission.admit(caller)
+        with self.refusals(), self.admission.admit(caller) as admitted:
+            if self._turns >= _TURNS_MAX:
+                raise Overloaded(f"{self._turns} calls wait for the tokenizer already")
+            self._turns += 1
             try:
-                if self._turns >= _TURNS_MAX:
-                    raise Overloaded(f"{self._turns} calls wait for the tokenizer already")
-                self._turns += 1
-                try:
-                    yield TokenizerTurn(self._token_calls, admitted.spend, admitted.tenant)
-                finally:
-                    self._turns -= 1
+                yield TokenizerTurn(self._token_calls, admitted.spend, admitted.tenant)
             finally:
-                admitted.close()
+                self._turns -= 1

@@ -1,1 +1,1 @@
-"""The pool actor, and its sessions with workers and frontends."""
+"""The pool's process: the actor, its peers, and what it says with workers and frontends."""

@@ -82,7 +82,7 @@ def real_bases(
     config: ClusterConfig, prompts: Sequence[Sequence[int]], samplings: Sequence[Sampling]
 ) -> list[Base]:
     """Each prompt with its sampling, alone, one token per step, in this process."""
-    from cluster.local_engine import LocalEngine
+    from cluster.local.engine import LocalEngine
     from replicas.replica import Replica
 
     engine = LocalEngine(Replica.load(config.replica), SchedulerConfig(rows_max=1, draft_len=0))

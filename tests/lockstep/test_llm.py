@@ -171,7 +171,7 @@ def test_what_ends_early_leaves_no_blocks_to_the_next_call(monkeypatch: pytest.M
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("lockstep.llm.Bars.note", interrupt)
+        patch.setattr("cluster.local.llm.Bars.note", interrupt)
         for _ in range(3):
             with pytest.raises(KeyboardInterrupt):
                 model.generate(PROMPTS[:2], params)
@@ -219,7 +219,7 @@ def test_what_was_written_before_the_replica_broke_is_kept(monkeypatch: pytest.M
         monkeypatch.setattr(replica, "step", breaks)
         return replica
 
-    monkeypatch.setattr("lockstep.llm.load_replica", load)
+    monkeypatch.setattr("cluster.local.llm.load_replica", load)
     model = LLM("tiny", rows_max=1, draft=None, **TINY)
     short, long = (SamplingParams(max_tokens=many, ignore_eos=True) for many in (1, 99))
     with pytest.raises(PromptFailed, match=r"^prompt 1: rank 1 has ended") as caught:

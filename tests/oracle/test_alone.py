@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.local_engine import LocalEngine
+from cluster.local.engine import LocalEngine
 from scheduler.config import SchedulerConfig
 from scheduler.messages import FinishReason, Request
 from tests.oracle.worlds import DEMO, check_answers, greedy_answers, replica_for, sampled_answers

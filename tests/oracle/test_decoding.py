@@ -20,7 +20,7 @@ from llguidance import LLMatcher, LLTokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from cluster.frontend.tools.use import Function, Tool, ToolFormat, ToolUse
-from cluster.local_engine import LocalEngine, Output
+from cluster.local.engine import LocalEngine, Output
 from replicas.grammars import Grammars, grammar_of
 from replicas.replica import Replica
 from scheduler.config import SchedulerConfig

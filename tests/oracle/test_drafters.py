@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from benchmarks.shared.oracle import OracleDrafter
-from cluster.local_engine import REPLICA_ID, LocalEngine
+from cluster.local.engine import REPLICA_ID, LocalEngine
 from replicas.config import ReplicaConfig
 from replicas.memory import plan_memory
 from replicas.replica import Replica

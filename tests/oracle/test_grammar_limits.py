@@ -19,7 +19,7 @@ from functools import cache
 import pytest
 from llguidance import LLParserLimits
 
-from cluster.local_engine import LocalEngine
+from cluster.local.engine import LocalEngine
 from replicas.grammars import Grammars, grammar_of
 from replicas.replica import Replica
 from scheduler.config import SchedulerConfig

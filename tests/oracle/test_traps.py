@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import random
 
-from cluster.local_engine import LocalEngine
+from cluster.local.engine import LocalEngine
 from scheduler.config import SchedulerConfig
 from scheduler.messages import Request
 from tests.reference import plain_greedy

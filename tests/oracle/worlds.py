@@ -10,7 +10,7 @@ from functools import cache
 
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from cluster.local_engine import LocalEngine, Output
+from cluster.local.engine import LocalEngine, Output
 from replicas.config import ReplicaConfig
 from replicas.demo import TARGET_DIR
 from replicas.replica import Replica

@@ -19,7 +19,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from cluster.local_engine import LocalEngine
+from cluster.local.engine import LocalEngine
 from cluster.verify import transformers_model
 from replicas.config import ReplicaConfig
 from replicas.errors import PairRefused

@@ -142,26 +142,27 @@ class _Tenant:
 
 @dataclass(slots=True)
 class Admitted:
-    """One call that was admitted. Must be closed, once."""
+    """One call that was admitted, and its account. Leaving the context settles it, once."""
 
     tenant: str
     """The key's name; empty without keys."""
+    priority: Priority
     _use: _Tenant
     _sequences: int
     _clock: Callable[[], float]
+    used: int = 0
+    """How many of the charged tokens the call has used; the rest goes back."""
     _charged: tuple[TokenBucket, int] | None = None
     """From which bucket, and how much."""
 
-    def priority(self, asked: Priority | None) -> Priority:
-        """The request's class: the one asked for; where none is, normal, or the key's if that is
-        lower. Raises NotAllowed for a class above the key's."""
-        allowed = self._use.priority_max
-        if asked is None:
-            return max(Priority.NORMAL, allowed)
-        if asked < allowed:
-            named, most = asked.name.lower(), allowed.name.lower()
-            raise NotAllowed("priority", f"{named} asked for, this key allows {most} at most")
-        return asked
+    def __enter__(self) -> Admitted:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._charged is not None:
+            bucket, charged = self._charged
+            bucket.give_back(max(charged - self.used, 0), self._clock())
+        self._use.in_flight -= self._sequences
 
     def charge(self, tokens: int) -> None:
         """Count the most tokens that the request may use. Raises Overloaded."""
@@ -178,13 +179,6 @@ class Admitted:
         next call is refused."""
         if self._use.bucket is not None:
             self._use.bucket.spend(tokens, self._clock())
-
-    def close(self, tokens: int = 0) -> None:
-        """The request has ended, having used so many tokens; the rest goes back."""
-        if self._charged is not None:
-            bucket, charged = self._charged
-            bucket.give_back(max(charged - tokens, 0), self._clock())
-        self._use.in_flight -= self._sequences
 
 
 class AdmissionControl:
@@ -221,13 +215,20 @@ class AdmissionControl:
             raise Unauthenticated("authorization: no valid API key; send 'Bearer <key>'")
         return entry
 
-    def admit(self, caller: Caller, sequences: int = 1, field: str = "n") -> Admitted:
-        """So many more requests in flight; `field` says how many. Raises Unauthenticated,
-        NotAllowed and Overloaded."""
+    def admit(
+        self,
+        caller: Caller,
+        sequences: int = 1,
+        field: str = "n",
+        priority: Priority | None = None,
+    ) -> Admitted:
+        """So many more requests in flight; `field` says how many. `priority`: as asked for.
+
+        Raises Unauthenticated, NotAllowed and Overloaded.
+        """
         entry = self.check(caller)
-        if entry is None:
-            return Admitted("", _Tenant(), sequences, self._clock)
-        use = self._of_key(entry)
+        name, use = ("", _Tenant()) if entry is None else (entry.name, self._of_key(entry))
+        granted = _granted(priority, use.priority_max)
         if sequences > use.requests_max:
             most = use.requests_max
             raise NotAllowed(field, f"{sequences} sequences asked for, at most {most:.0f} at once")
@@ -236,9 +237,9 @@ class AdmissionControl:
             raise Overloaded(said, _RETRY_S)
         if use.bucket is not None and (wait_s := use.bucket.take(0, self._clock())) > 0:
             # In debt: said now, before its prompt is tokenized.
-            raise _used_up(entry.name, wait_s)
+            raise _used_up(name, wait_s)
         use.in_flight += sequences
-        return Admitted(entry.name, use, sequences, self._clock)
+        return Admitted(name, granted, use, sequences, self._clock)
 
     def _of_key(self, entry: KeyEntry) -> _Tenant:
         use = self._tenants.setdefault(entry.name, _Tenant())
@@ -255,6 +256,17 @@ class AdmissionControl:
         else:
             use.bucket.resize(size, now_s)
         return use
+
+
+def _granted(asked: Priority | None, most: Priority) -> Priority:
+    """The class asked for; where none is, normal, or the key's if that is lower. Raises NotAllowed
+    for a class above the key's."""
+    if asked is None:
+        return max(Priority.NORMAL, most)
+    if asked < most:
+        reason = f"{asked.name.lower()} asked for, this key allows {most.name.lower()} at most"
+        raise NotAllowed("priority", reason)
+    return asked
 
 
 def _used_up(name: str, wait_s: float) -> Overloaded:

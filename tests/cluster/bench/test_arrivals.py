@@ -14,7 +14,7 @@ import pytest
 from cluster.bench.arrivals import Arrivals, Closed, Extent, Poisson, drive
 from cluster.bench.engine import REFUSED_PAUSE_S, over_engine
 from cluster.bench.figures import Record, latencies
-from cluster.local_engine import LocalEngine
+from cluster.local.engine import LocalEngine
 from scheduler.config import SchedulerConfig
 from scheduler.messages import Batch, Request
 from tests.cluster.fakes import Clock, FakeReplica, perfect

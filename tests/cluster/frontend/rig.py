@@ -14,11 +14,10 @@ from cluster.config import ClusterConfig, FrontendConfig
 from cluster.config_sources import from_args
 from cluster.frontend.bounded import BoundedWork
 from cluster.frontend.grpc_api.api import GrpcApi
+from cluster.frontend.pool_session import InFlightRequest, PoolSession
 from cluster.frontend.service import FrontendService
 from cluster.frontend.target_text import TargetText
 from cluster.metrics import FrontendMeter, Sink
-from cluster.pool.in_flight import InFlightRequest
-from cluster.pool.session import PoolSession
 from cluster.worker.worker import HostedReplica, Worker
 from protos import lockstep_pb2 as pb
 from replicas.config import ReplicaConfig

@@ -25,11 +25,11 @@ from cluster.frontend.admission.control import Caller
 from cluster.frontend.admission.keys import add
 from cluster.frontend.calls import Delta, GenerateCall
 from cluster.frontend.grpc_api.api import GrpcApi
+from cluster.frontend.pool_session import InFlightRequest
 from cluster.frontend.prompts import TextPrompt, TokenPrompt
 from cluster.frontend.service import FrontendService
 from cluster.frontend.status_codes import CODES, Refusal, Refused, refusal_of_finish
 from cluster.frontend.text import TextStream
-from cluster.pool.in_flight import InFlightRequest
 from protos import lockstep_pb2 as pb
 from scheduler.messages import Finish, FinishReason, Reject, RejectCode
 from tests.cluster.fakes import ClockAhead, tokenizer

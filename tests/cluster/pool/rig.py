@@ -12,9 +12,7 @@ from typing import Any
 
 from cluster.config import ClusterConfig
 from cluster.config_sources import from_args
-from cluster.pool.in_flight import InFlightRequest
-from cluster.pool.session import PoolSession
-from cluster.pool.shard_router import ShardRouter
+from cluster.frontend.pool_session import InFlightRequest, PoolSession, ShardRouter
 from cluster.worker.worker import Worker
 from scheduler.messages import FinishReason, Request
 from tests.cluster.fakes import FakeReplica, perfect
@@ -60,11 +58,17 @@ class Cluster:
     """Pools that can be lost or replaced, one frontend's sessions to all of them, and replicas."""
 
     def __init__(
-        self, shards: int, config: ClusterConfig, loss: float, seed: int, **options: Any
+        self,
+        shards: int,
+        config: ClusterConfig,
+        loss: float,
+        seed: int,
+        frontend_clock: Callable[[], float],
+        **options: Any,
     ) -> None:
         self.config = config = with_pool(config, shards=shards)
         self.wires = [Wire(config, loss, seed + shard, **options) for shard in range(shards)]
-        self.router = ShardRouter(self.wires, config, "frontend")
+        self.router = ShardRouter(self.wires, config, "frontend", frontend_clock)
         self.workers: list[Worker] = []
         self.fakes: list[FakeReplica] = []
 
@@ -118,10 +122,11 @@ async def shards(
     loss: float = 0.0,
     seed: int = 0,
     step_s: float = 0.002,
+    frontend_clock: Callable[[], float] = time.monotonic,
     **options: Any,
 ) -> AsyncIterator[Cluster]:
     """With so many replicas in each shard, whose steps take so long."""
-    made = Cluster(len(replicas), config, loss, seed, **options)
+    made = Cluster(len(replicas), config, loss, seed, frontend_clock, **options)
     made.router.start()
     try:
         async with asyncio.timeout(100):

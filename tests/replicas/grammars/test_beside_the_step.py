@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.local_engine import LocalEngine
+from cluster.local.engine import LocalEngine
 from replicas.grammars import GrammarError, Grammars, GrammarState, grammar_of, state
 from replicas.replica import Replica
 from scheduler.config import SchedulerConfig

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from cluster.local_engine import LocalEngine
+from cluster.local.engine import LocalEngine
 from replicas.config import ReplicaConfig
 from replicas.errors import TooLittleMemory
 from replicas.invariant.ops import can_prepack

@@ -7,7 +7,7 @@ import torch
 from pydantic import ValidationError
 from transformers import AutoConfig, PreTrainedModel
 
-from cluster.local_engine import LocalEngine
+from cluster.local.engine import LocalEngine
 from replicas.config import ReplicaConfig
 from replicas.errors import PairRefused
 from replicas.models.planted import plant as plant_on, share_following

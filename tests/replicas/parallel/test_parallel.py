@@ -16,7 +16,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from cluster.local_engine import LocalEngine
+from cluster.local.engine import LocalEngine
 from replicas.config import ReplicaConfig
 from replicas.errors import PairRefused, TooLittleMemory
 from replicas.memory import MemoryPlan, PairShape, plan_memory

@@ -97,22 +97,22 @@ def test_only_one_header_of_the_right_form_opens(path: Path) -> None:
 @pytest.mark.parametrize("most", list(Priority))
 def test_a_priority_above_the_keys_is_refused_by_name(path: Path, most: Priority) -> None:
     control, caller = keyed(path, priority_max=most.name.lower())
-    admission = control.admit(caller)
-    assert admission.tenant == "alice"
+    assert control.admit(caller).tenant == "alice"
     for asked in Priority:
         if asked >= most:
-            assert admission.priority(asked) is asked
+            assert control.admit(caller, priority=asked).priority is asked
         else:
             with pytest.raises(NotAllowed, match=r"^priority: "):
-                admission.priority(asked)
+                control.admit(caller, priority=asked)
     # Without a priority it is never refused for one.
-    assert admission.priority(None) is max(most, Priority.NORMAL)
+    assert control.admit(caller).priority is max(most, Priority.NORMAL)
 
 
 def test_without_keys_every_priority_is_allowed_and_there_is_no_tenant() -> None:
-    admission = AdmissionControl(AuthConfig(), FrontendConfig()).admit(HOME)
-    assert admission.priority(Priority.HIGH) is Priority.HIGH
-    assert admission.priority(None) is Priority.NORMAL
+    control = AdmissionControl(AuthConfig(), FrontendConfig())
+    assert control.admit(HOME, priority=Priority.HIGH).priority is Priority.HIGH
+    admission = control.admit(HOME)
+    assert admission.priority is Priority.NORMAL
     admission.charge(10**9)
     assert admission.tenant == ""
 
@@ -129,9 +129,15 @@ def admitted(control: AdmissionControl, caller: Caller, tokens: int) -> Admitted
     try:
         admission.charge(tokens)
     except Overloaded as error:
-        admission.close()
+        settle(admission)
         return error.retry_after_s
     return admission
+
+
+def settle(admission: Admitted, used: int = 0) -> None:
+    """Its call has ended, having used so many tokens."""
+    with admission:
+        admission.used = used
 
 
 def test_what_is_larger_than_the_bucket_passes_when_it_is_full_and_leaves_a_debt(
@@ -158,7 +164,7 @@ def test_each_of_several_frontends_enforces_its_share(path: Path) -> None:
         control.admit(caller)
     assert refused.value.retry_after_s > 0
     assert isinstance(held[0], Admitted)
-    held[0].close(50)
+    settle(held[0], 50)
     assert admitted(control, caller, 50) == pytest.approx(30.0), "100 tokens a minute are used up"
 
 
@@ -174,7 +180,7 @@ def test_new_limits_count_for_a_key_that_is_in_use(path: Path) -> None:
     path.write_text(text.replace("tokens_per_minute: 600", "tokens_per_minute: null"))
     clock.now_s += 1.0
     assert isinstance(admitted(control, caller, 10**6), Admitted)
-    first.close(500)
+    settle(first, 500)
 
 
 # --------------------------------------------------------------------------- the bucket

@@ -70,13 +70,13 @@ async def test_what_a_call_is_goes_to_the_pool(keys: Path, monkeypatch: pytest.M
 async def test_a_request_pays_for_what_it_used(keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     key = add(keys, "alice", tokens_per_minute=1000)
     paid: list[int] = []
-    close = Admitted.close
+    settle = Admitted.__exit__
 
-    def noted(admitted: Admitted, tokens: int = 0) -> None:
-        paid.append(tokens)
-        close(admitted, tokens)
+    def noted(admitted: Admitted, *error: object) -> None:
+        paid.append(admitted.used)
+        settle(admitted, *error)
 
-    monkeypatch.setattr(Admitted, "close", noted)
+    monkeypatch.setattr(Admitted, "__exit__", noted)
     async with frontend(config=keyed(keys)) as made:
         stop = perfect(PROMPT_IDS, 8)[3]
         request = pb.GenerateRequest(prompt=PROMPT, max_new_tokens=400, stop_token_ids=[stop])

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from cluster.config import ClusterConfig
-from cluster.pool.in_flight import InFlightRequest
+from cluster.frontend.pool_session.in_flight import InFlightRequest
+from cluster.frontend.pool_session.session import PoolSession
 from cluster.pool.protocol import PoolPort, PoolUnreachable, PoolView, merged_view
-from cluster.pool.session import PoolSession
 from cluster.transport import NotEncodable, encode
 from scheduler.errors import InvalidRequest
 from scheduler.messages import Request
@@ -44,6 +45,7 @@ class ShardRouter:
         self.pools = pools
         self._names = config.pool_names
         self._move_s = config.pool.move_s
+        self._unreachable_s = config.pool.unreachable_s
         self._clock = clock
         self.sessions = [
             PoolSession(
@@ -89,7 +91,7 @@ class ShardRouter:
     def ready(self) -> bool:
         """Whether a replica takes requests now, as far as is known here."""
         loads = [session.load for session in self.sessions]
-        return not self.stopping.is_set() and any(one.answers and one.serving for one in loads)
+        return not self.stopping.is_set() and any(load.answers and load.serving for load in loads)
 
     async def status(self) -> PoolView:
         """All shards that answer in time, as one pool. Raises PoolUnreachable when none does."""
@@ -107,7 +109,8 @@ class ShardRouter:
     async def _status_of(self, pool: PoolPort) -> PoolView | None:
         """None: it does not answer, or not before the others are kept too long."""
         try:
-            async with asyncio.timeout(_STATUS_S if len(self.pools) > 1 else None):
+            several_s = _STATUS_S if len(self.pools) > 1 else math.inf
+            async with asyncio.timeout(min(several_s, self._unreachable_s)):
                 return await pool.status()
         except (PoolUnreachable, TimeoutError):
             return None

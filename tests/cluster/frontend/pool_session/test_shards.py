@@ -15,12 +15,22 @@ import pytest
 
 from cluster.config_sources import from_args
 from cluster.frontend.grpc_api.messages import to_status
-from cluster.pool import shard_router
+from cluster.frontend.pool_session import shard_router
 from cluster.pool.protocol import PoolUnreachable, PoolView
 from scheduler.errors import InvalidRequest
 from scheduler.messages import FinishReason, RejectCode, Request
 from tests.cluster.fakes import FakeReplica
-from tests.cluster.pool.rig import CONFIG, MOVE_S, PROMPTS, TIMEOUT_S, Cluster, Stuck, check, shards
+from tests.cluster.pool.rig import (
+    CONFIG,
+    MOVE_S,
+    PROMPTS,
+    TIMEOUT_S,
+    Cluster,
+    Stuck,
+    check,
+    shards,
+    with_pool,
+)
 from tests.cluster.wire import until
 
 SMALL_BLOCKS = 4
@@ -171,13 +181,14 @@ async def test_deaths_of_replicas_are_counted_over_all_shards() -> None:
             one.let_go.set()
 
 
+async def hangs() -> PoolView:
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
 async def test_replicas_share_requests_and_all_shards_look_like_one_pool_but_for_those_that_hang(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async def hangs() -> PoolView:
-        await asyncio.Event().wait()
-        raise AssertionError
-
     async def faulty() -> PoolView:
         raise ValueError("a fault")
 
@@ -208,6 +219,15 @@ async def test_replicas_share_requests_and_all_shards_look_like_one_pool_but_for
             await s.router.status()
         monkeypatch.setattr(s.wires[1], "status", faulty)
         with pytest.raises(ValueError, match="a fault"):
+            await s.router.status()
+
+
+async def test_the_only_pool_may_not_keep_a_status_longer_than_it_may_be_silent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with shards(0, config=with_pool(CONFIG, unreachable_s=0.1)) as s:
+        monkeypatch.setattr(s.wire, "status", hangs)
+        with pytest.raises(PoolUnreachable):
             await s.router.status()
 
 

@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection, Sequence
 from msgspec.structs import replace
 
 from cluster.config import PoolConfig
-from cluster.pool.in_flight import InFlightRequest
+from cluster.frontend.pool_session.in_flight import InFlightRequest
 from cluster.pool.protocol import (
     FRONTEND,
     Beat,
@@ -133,7 +133,9 @@ class PoolSession:
         """Whatever is unfinished ends here, as unreachable, and in the pool."""
         for live in self._live.values():
             self._send(Cancel(live.pool_id))
-        self._give_up()
+            live.unreachable = True
+            live.end()
+        self._live.clear()
 
     @property
     def unfinished(self) -> Collection[InFlightRequest]:
@@ -172,6 +174,11 @@ class PoolSession:
     # ------------------------------------------------------------------ sessions
 
     async def _run(self) -> None:
+        async with asyncio.TaskGroup() as loops:
+            loops.create_task(self._hold_sessions())
+            loops.create_task(self._bound_waits())
+
+    async def _hold_sessions(self) -> None:
         attempt = 0
         while True:
             answered_s = self._answered_s
@@ -182,9 +189,6 @@ class PoolSession:
                     log.warning("pool: %s; %d requests wait", error, len(self._live))
             # One that lives but ends every session is asked with pauses, too.
             attempt = 0 if self._answered_s > answered_s else attempt + 1
-            self._expire()
-            if self._clock() - self._answered_s > self._config.unreachable_s:
-                self._give_up()
             if attempt:
                 await asyncio.sleep(_RETRY_S[min(attempt, len(_RETRY_S)) - 1])
 
@@ -210,10 +214,19 @@ class PoolSession:
     async def _beat(self, stream: Stream) -> None:
         while True:
             await asyncio.sleep(self._config.beat_s)
-            self._expire()
             if self._clock() - self._answered_s > self._config.beat_s + _SILENT_S:
                 stream.cancel()
             stream.send(Beat(self._unfinished()))
+
+    async def _bound_waits(self) -> None:
+        """End requests in time, whatever the session waits for meanwhile: a connection, an answer,
+        or the end of a stream."""
+        while True:
+            self._expire()
+            left_s = self._answered_s + self._config.unreachable_s - self._clock()
+            if left_s <= 0:
+                self.cut_off()
+            await asyncio.sleep(min(max(left_s, _RETRY_S[0]), self._config.beat_s))
 
     def _start_over(self) -> None:
         """All unfinished requests wait for the next session, under new ids."""
@@ -300,7 +313,7 @@ class PoolSession:
             raise StreamLost("it has failed")
 
     def _pool_failed(self, request_ids: Sequence[str]) -> None:
-        for live in [self._live[one] for one in request_ids if one in self._live]:
+        for live in [self._live[name] for name in request_ids if name in self._live]:
             live.pool_failed()
             if live.pool_failures >= _POOL_FAILURES_MAX:
                 message = f"it has ended the pool {live.pool_failures} times"
@@ -320,9 +333,3 @@ class PoolSession:
         here = Usage(prompt_tokens=len(live.request.prompt), completion_tokens=len(live.tokens))
         live.finish = Finish(live.pool_id, reason, live.usage(here), message)
         live.end()
-
-    def _give_up(self) -> None:
-        for live in list(self._live.values()):
-            del self._live[live.pool_id]
-            live.unreachable = True
-            live.end()

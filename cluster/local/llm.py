@@ -20,12 +20,12 @@ from cluster.frontend.admission.control import Caller
 from cluster.frontend.bounded import BoundedWork
 from cluster.frontend.calls import GenerateCall, check_call
 from cluster.frontend.prompts import ChatPrompt, Prompt, TextPrompt, TokenPrompt
-from cluster.frontend.requests import drawn_seed, requests_of
+from cluster.frontend.requests import RequestFactory
 from cluster.frontend.structure import Structure
 from cluster.frontend.target_text import TargetText
 from cluster.frontend.text import TextStream
-from cluster.local_engine import LocalEngine, Output
-from lockstep.arguments import TEN_YEARS_S, Arguments
+from cluster.local.arguments import TEN_YEARS_S, Arguments
+from cluster.local.engine import LocalEngine, Output
 from replicas.parallel import load_replica
 from scheduler.decoding import TokenLogprobs
 from scheduler.errors import InvalidRequest, LockstepError
@@ -156,6 +156,7 @@ class LLM:
             self._text = TargetText.load(self._config.replica)
             self._bounded = BoundedWork(self._text, self._config.frontend)
             self._replica = load_replica(self._config.planned_replica)
+        self._factory = RequestFactory(self._text, self._config)
         self._number = 0
 
     def generate(
@@ -224,7 +225,7 @@ class LLM:
         progress: bool,
     ) -> list[_Writing]:
         written = []
-        seed = drawn_seed(self._config)
+        seed = self._factory.drawn_seed()
         for index, (prompt, asked) in enumerate(zip(prompts, every, strict=True)):
             try:
                 call = replace(asked.to_call(prompt), drawn_seed=seed + index)
@@ -256,7 +257,7 @@ class LLM:
         else:
             tokens = text.tokens(prompt)
         call = replace(call, timeout_s=TEN_YEARS_S)
-        [request] = requests_of(call, 0, tokens, text, self._config, grammar)
+        [request] = self._factory.requests(call, 0, tokens, grammar)
         self._number += 1
         return replace(request, id=str(self._number))
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from cluster.config import SECTIONS, ClusterConfig, ConfigError
 from cluster.config_sources import ALIASES, from_args, overridden, text_of
-from cluster.local_engine import NO_QUEUE_LIMITS
+from cluster.local.engine import NO_QUEUE_LIMITS
 from cluster.sentences import joined
 from replicas.errors import PairRefused
 from replicas.names import with_revision

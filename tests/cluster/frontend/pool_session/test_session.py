@@ -10,17 +10,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import re
+from typing import Any
 
 import pytest
 
+from cluster.frontend.pool_session import InFlightRequest
 from cluster.pool.actor import PoolActor
-from cluster.pool.in_flight import InFlightRequest
 from cluster.pool.protocol import FRONTEND, WORKER
+from cluster.transport import Stream
 from scheduler.messages import Action, Event, FinishReason, ReplicaLost, Request, StepDone, Submit
 from scheduler.scheduler import Scheduler
 from tests.cluster.fakes import Clock, FakeReplica, perfect
-from tests.cluster.pool.rig import CONFIG, Stuck, check, prompts, shards, with_pool
+from tests.cluster.pool.rig import CONFIG, TIMEOUT_S, Stuck, check, prompts, shards, with_pool
 from tests.cluster.wire import Wire, until
 
 
@@ -195,7 +198,7 @@ async def test_a_session_that_is_closed_has_ended_in_the_pool_too() -> None:
 async def test_a_pool_that_only_says_it_lives_is_asked_with_pauses_and_deadlines_hold(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("cluster.pool.session._OVERDUE_S", 0.1)
+    monkeypatch.setattr("cluster.frontend.pool_session.session._OVERDUE_S", 0.1)
     async with shards(0) as w:
         w.wire.half_dead = True
         w.wire.break_streams()
@@ -221,6 +224,40 @@ async def test_a_pool_that_answers_nothing_ends_requests_as_unreachable(lives: b
         live = w.submit([5, 6], 10)
         await live.ended.wait()
         assert live.unreachable
+
+
+async def test_no_wait_goes_beyond_the_silence_that_a_pool_may_keep(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """While a stream stands, and while the next connection is awaited."""
+    monkeypatch.setattr("cluster.frontend.pool_session.session._SILENT_S", math.inf)
+    clock = Clock()
+    config = with_pool(CONFIG, unreachable_s=TIMEOUT_S / 2)
+    async with shards(1, config=config, step_s=0.01, frontend_clock=clock) as w:
+        live = w.submit([5, 6], 100)
+        await until(lambda: bool(live.tokens))
+        w.wire.flows.clear()
+        clock.now_s += config.pool.unreachable_s
+        await live.ended.wait()
+        assert live.unreachable
+        assert [kind for kind, _ in w.wire.streams].count(FRONTEND) == 1, "the session stands yet"
+
+        answers = asyncio.Event()
+        connect = w.wire.connect
+
+        async def late(*args: Any) -> Stream:
+            await answers.wait()
+            return await connect(*args)
+
+        monkeypatch.setattr(w.wire, "connect", late)
+        w.wire.break_streams()
+        w.wire.flows.set()
+        waiting = w.submit([5, 6], 10)
+        await waiting.ended.wait()
+        assert waiting.unreachable
+        answers.set()
+        await w.until_serving(1)
+        await check([w.submit([5, 6], 10)])
 
 
 async def test_an_idle_pool_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
