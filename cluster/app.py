@@ -30,6 +30,7 @@ from cluster.frontend.service import FrontendService
 from cluster.frontend.target_text import TargetText
 from cluster.metrics import FrontendMeter, ray_sink
 from cluster.pool.ray_pool import RayPool, collect_seldom, log_to_stderr, open_pool, this_process
+from cluster.worker.hosted import HostedReplica
 from cluster.worker.loading import stage, tell_of_weights, up
 from cluster.worker.resources import (
     RankProcess,
@@ -40,7 +41,7 @@ from cluster.worker.resources import (
     replica_config,
     sharing_gpus,
 )
-from cluster.worker.worker import HostedReplica, Worker
+from cluster.worker.worker import Worker
 from replicas.config import ReplicaConfig
 from scheduler.scaling import shard_of_rank
 

@@ -300,16 +300,11 @@ class Replica:
             batch_id=batch.id,
             replica_id=batch.replica_id,
             rows=tuple(
-                RowResult(
-                    sequence_id=row.sequence_id,
-                    tokens=tuple(resident.content[row.length :]),
-                    steps=tally.steps,
-                    draft_tokens=tally.draft_tokens,
-                    accepted_at=tuple(tally.accepted_at),
-                    tried_at=tuple(tally.tried_at),
-                    asked_tokens=tally.asked_tokens,
-                    extras=() if hooks is None else tuple(hooks.extras[index]),
-                    failure=failures.get(index),
+                tally.result(
+                    row.sequence_id,
+                    resident.content[row.length :],
+                    () if hooks is None else hooks.extras[index],
+                    failures.get(index),
                 )
                 for index, (row, resident, tally) in enumerate(
                     zip(batch.rows, rows, tallies, strict=True)

@@ -16,7 +16,7 @@ from replicas.drafters import Drafter
 from replicas.grammars import Grammars
 from replicas.kv_cache import BlockAllocator, Chain, TokenRange
 from scheduler.decoding import Decoding, TokenLogprobs
-from scheduler.messages import PrefillRow, Sampling
+from scheduler.messages import PrefillRow, RowFailure, RowResult, Sampling
 
 
 @dataclass
@@ -98,6 +98,26 @@ class Tally:
             self.accepted_at[at] += 1
         for at in range(min(accepted + 1, asked)):
             self.tried_at[at] += 1
+
+    def result(
+        self,
+        sequence_id: str,
+        tokens: Sequence[int],
+        extras: Sequence[TokenLogprobs],
+        failure: RowFailure | None,
+    ) -> RowResult:
+        """Of the row, which has committed these tokens."""
+        return RowResult(
+            sequence_id,
+            tuple(tokens),
+            steps=self.steps,
+            draft_tokens=self.draft_tokens,
+            accepted_at=tuple(self.accepted_at),
+            tried_at=tuple(self.tried_at),
+            asked_tokens=self.asked_tokens,
+            extras=tuple(extras),
+            failure=failure,
+        )
 
 
 class Residents(dict[str, Resident]):

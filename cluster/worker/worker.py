@@ -18,12 +18,13 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from cluster.config import ClusterConfig
 from cluster.pool.peers import unlike_elsewhere
 from cluster.pool.protocol import WORKER, Beat, DrainNote, LeaveNote, PoolPort, PoolUnreachable
 from cluster.transport import NotEncodable, Stream, StreamLost, encode
+from cluster.worker.hosted import HostedReplica, ReplicaUnhealthy
 from scheduler.messages import (
     Batch,
     Interrupt,
@@ -38,42 +39,6 @@ from scheduler.messages import (
 log = logging.getLogger("lockstep.replica")
 
 _RETRY_S = 0.1
-
-
-class HostedReplica(Protocol):
-    """What is hosted; `replicas.replica.Replica` is one. Called from one thread only."""
-
-    spec: ReplicaSpec
-
-    def step(self, batch: Batch, interrupted: Callable[[], bool]) -> StepResult:
-        """`interrupted` is asked after each step; the batch ends early once it says so.
-
-        What a row's request leads to is in the row's result. An error is that batch's alone, unless
-        the replica is `broken` then, or its `probe` raises.
-        """
-        ...
-
-    def release(self, sequence_ids: Iterable[str]) -> None: ...
-
-    def probe(self) -> None:
-        """Run small batches of its own, of each kind; raises if the replica cannot."""
-        ...
-
-    @property
-    def residents(self) -> tuple[str, ...]: ...
-
-    @property
-    def broken(self) -> Exception | None:
-        """Why nothing can run here any more; any thread may ask."""
-        ...
-
-
-class ReplicaUnhealthy(RuntimeError):
-    """The process should be replaced; `by_batch` if the batch in hand may be the reason."""
-
-    def __init__(self, message: str, by_batch: bool = False) -> None:
-        super().__init__(message)
-        self.by_batch = by_batch
 
 
 class Worker:

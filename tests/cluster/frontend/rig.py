@@ -18,7 +18,8 @@ from cluster.frontend.pool_session import InFlightRequest, PoolSession
 from cluster.frontend.service import FrontendService
 from cluster.frontend.target_text import TargetText
 from cluster.metrics import FrontendMeter, Sink
-from cluster.worker.worker import HostedReplica, Worker
+from cluster.worker.hosted import HostedReplica
+from cluster.worker.worker import Worker
 from protos import lockstep_pb2 as pb
 from replicas.config import ReplicaConfig
 from scheduler.messages import Batch, Emit, Finish, FinishReason, StepResult

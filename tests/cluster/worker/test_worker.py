@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from cluster.worker.worker import ReplicaUnhealthy, Worker
+from cluster.worker.hosted import ReplicaUnhealthy
+from cluster.worker.worker import Worker
 from scheduler.messages import Batch, BatchKind, FinishReason
 from tests.cluster.fakes import ClockAhead, FakeReplica
 from tests.cluster.pool.rig import CONFIG, Stuck, check, shards
