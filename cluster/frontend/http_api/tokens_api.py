@@ -12,16 +12,16 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import model_validator
 
+from cluster.error_messages import Strict, validated
 from cluster.frontend.calls import check_prompt
 from cluster.frontend.http_api.edge import check_model, checked_caller, read_body
 from cluster.frontend.http_api.long_json import LongJson
 from cluster.frontend.http_api.openai_fields import Message, without_nulls
-from cluster.frontend.json_text import json_array
+from cluster.frontend.json_codec import json_array
 from cluster.frontend.prompts import ChatPrompt, TextPrompt
 from cluster.frontend.service import FrontendService
 from cluster.frontend.target_text import TargetText
 from cluster.frontend.tools import Tool, ToolUse, tool_format
-from cluster.sentences import Strict, validated
 from scheduler.errors import InvalidRequest
 
 
