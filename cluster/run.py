@@ -246,9 +246,8 @@ def _reports() -> list[str]:
     application = _application()
     deployments = application.deployments if application else {}
     return [
-        f"{name}: {_up(deployment)} up"
-        + (f" ({_one_line(deployment.message)})" if deployment.message else "")
-        for name, deployment in deployments.items()
+        f"{name}: {_up(status)} up" + (f" ({_one_line(status.message)})" if status.message else "")
+        for name, status in deployments.items()
     ]
 
 

@@ -99,9 +99,9 @@ def tokens_router(service: FrontendService) -> APIRouter:
             if asked.prompt != "":
                 check_prompt(prompt, service.config)
         async with service.tokenizing(caller) as turn:
-            encode, _ = await service.encoding(prompt, turn.tenant)
+            encode, _ = await service.encoding(prompt, turn.admitted.tenant)
             tokens = await turn.run(_packed, encode)
-            turn.count(len(tokens))
+            turn.admitted.spend(len(tokens))
         answer: dict[str, Any] = {
             "count": len(tokens),
             "max_model_len": text.context_len,
@@ -121,7 +121,7 @@ def tokens_router(service: FrontendService) -> APIRouter:
             if len(asked.tokens) > most:
                 raise InvalidRequest("tokens", f"{len(asked.tokens)} given, at most {most} allowed")
         async with service.tokenizing(caller) as turn:
-            turn.count(len(asked.tokens))
+            turn.admitted.spend(len(asked.tokens))
             prompt = await turn.run(_decoded, service.text, asked.tokens)
         return LongJson({"prompt": prompt}, service.writing)
 
