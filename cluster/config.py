@@ -12,7 +12,7 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from cluster.sentences import joined, problems
+from cluster.error_messages import joined, problems
 from replicas.config import ReplicaConfig
 from scheduler.config import SchedulerConfig
 from scheduler.scaling import AutoscalingConfig

@@ -246,16 +246,16 @@ def _reports() -> list[str]:
     application = _application()
     deployments = application.deployments if application else {}
     return [
-        f"{name}: {_up(one)} up" + (f" ({_one_line(one.message)})" if one.message else "")
-        for name, one in deployments.items()
+        f"{name}: {_up(status)} up" + (f" ({_one_line(status.message)})" if status.message else "")
+        for name, status in deployments.items()
     ]
 
 
 def _raised(application: ApplicationStatusOverview) -> list[str]:
     """What each deployment that failed has raised, without the way there; each once."""
     said: dict[str, None] = {}
-    for one in application.deployments.values():
-        lines = one.message.strip().splitlines()
+    for deployment in application.deployments.values():
+        lines = deployment.message.strip().splitlines()
         frames = [number for number, line in enumerate(lines) if line.startswith("  ")]
         # Without a frame it is no traceback: something is slow, and another deployment's fault.
         if frames:

@@ -73,12 +73,12 @@ class VerifyReport:
         ]
         if self.ties:
             lines.append(f"{self.ties} part at a tie below the noise of float32")
-        for one in self.differences:
+        for difference in self.differences:
             lines.append(
-                f"  prompt {one.prompt}: first difference at new token {one.position}: "
-                f"expected {one.expected}, got {one.got}"
+                f"  prompt {difference.prompt}: first difference at new token"
+                f" {difference.position}: expected {difference.expected}, got {difference.got}"
             )
-            if (judged := one.judgement) is not None:
+            if (judged := difference.judgement) is not None:
                 lines.append(
                     f"    in float64 the expected logit is {judged.gap:+.1e} above the other and"
                     f" token {judged.choice} is chosen; the error of transformers' float32 is"

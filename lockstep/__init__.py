@@ -11,18 +11,12 @@ if TYPE_CHECKING:
 
 __all__ = ["LLM", "AsyncClient", "Client", "Completion", "PromptFailed", "SamplingParams"]
 
-_HOMES = {
-    "AsyncClient": "cluster.client",
-    "Client": "cluster.client",
-    "Completion": "cluster.local.llm",
-    "LLM": "cluster.local.llm",
-    "PromptFailed": "cluster.local.llm",
-    "SamplingParams": "cluster.local.llm",
-}
+_CLIENTS = ("AsyncClient", "Client")
 
 
 def __getattr__(name: str) -> Any:
     """Imported when it is first asked for: a client needs no torch."""
-    if name not in _HOMES:
+    if name not in __all__:
         raise AttributeError(f"module 'lockstep' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    home = "cluster.client" if name in _CLIENTS else "cluster.local.llm"
+    return getattr(import_module(home), name)

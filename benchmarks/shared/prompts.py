@@ -6,7 +6,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from cluster.files import read_prompts
+from cluster.prompt_files import read_prompts
 from replicas.demo import build_corpus
 
 HELD_OUT_LENGTHS = (16, 32, 48, 64, 96, 128, 192, 256)

@@ -49,7 +49,7 @@ class OpenAIServer:
                 response.raise_for_status()
                 listed = (await response.json())["data"]
                 self.model = self.model or str(listed[0]["id"])
-                owners = [one.get("owned_by") for one in listed if one["id"] == self.model]
+                owners = [model.get("owned_by") for model in listed if model["id"] == self.model]
                 self._salted = any(owner in _SALTED for owner in owners)
         except _FAILURES as error:
             await self._http.close()

@@ -19,7 +19,7 @@ from cluster.bench.report import Report, machine
 from cluster.bench.workload import BenchError, Workload, engine_request, synthetic_prompts
 from cluster.client import AsyncClient
 from cluster.config import ClusterConfig
-from cluster.files import read_prompts
+from cluster.prompt_files import read_prompts
 from scheduler.simulation import parse_lengths
 
 Note = Callable[[str, int, int | None], None]

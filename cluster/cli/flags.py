@@ -22,7 +22,7 @@ from typer.core import TyperCommand
 
 from cluster.config import SHORT_NAMES, ClusterConfig, ConfigError
 from cluster.config_sources import ALIASES, from_args, from_file, is_null, overridden
-from cluster.sentences import joined
+from cluster.error_messages import joined
 from scheduler.simulation import parse_lengths
 
 Command = Callable[..., None]

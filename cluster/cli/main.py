@@ -123,7 +123,7 @@ def verify(
     """
     from cluster import verify as verifying
     from cluster.cli.terminal import Bars, console
-    from cluster.files import read_prompts
+    from cluster.prompt_files import read_prompts
     from cluster.worker.loading import tell_of_weights
     from scheduler.errors import InvalidRequest
     from scheduler.messages import Sampling

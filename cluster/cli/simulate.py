@@ -107,7 +107,7 @@ def simulate(
         arrivals = None if rate is None else poisson(rate * times, rng)
         coming = drawn(arrivals, requests * times, *tokens, acceptance, rng)
         figures = Experiment(setup, coming, Random(f"{seed}/study")).run()
-        over_time = [_rounded(asdict(one)) for one in figures.samples]
+        over_time = [_rounded(asdict(sample)) for sample in figures.samples]
         cases.append({**_summary(setup, figures), "over_time": over_time})
     described = {
         "options": {name: each for name, each in context.params.items() if each is not None},
@@ -156,7 +156,7 @@ def _summary(setup: Setup, figures: Figures) -> dict[str, Any]:
 
 def _rounded(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _rounded(one) for key, one in value.items()}
+        return {key: _rounded(item) for key, item in value.items()}
     return float(f"{value:.5g}") if isinstance(value, float) else value
 
 
@@ -172,28 +172,28 @@ def _print(cases: Sequence[dict[str, Any]]) -> None:
     from cluster.cli.terminal import console
 
     out = console()
-    table = Table("replicas / pools", *(f"{one['replicas']} / {one['shards']}" for one in cases))
-    shown = [_cells(one) for one in cases]
+    table = Table("replicas / pools", *(f"{case['replicas']} / {case['shards']}" for case in cases))
+    shown = [_cells(case) for case in cases]
     for name in shown[0]:
         table.add_row(name, *(cells[name] for cells in shown))
     out.print(table)
     out.print("median / 99th percentile; rates over the middle half", style="dim")
-    for reason in dict.fromkeys(one["refusal"] for one in cases if one["refused"]):
+    for reason in dict.fromkeys(case["refusal"] for case in cases if case["refused"]):
         out.print(f"refused, the first: {reason}")
 
 
-def _cells(one: dict[str, Any]) -> dict[str, str]:
+def _cells(case: dict[str, Any]) -> dict[str, str]:
     return {
-        "tokens/s": f"{one['tokens_per_s']:,.0f}",
-        "replicas at work": f"{one['utilisation']:.0%}",
-        "pools at work": f"{one['pool_utilisation']:.0%}",
-        "to the first token": _times(one["ttft_s"], 1000, "ms"),
-        "per token": _times(one["token_s"], 1000, "ms"),
-        "latency": _times(one["latency_s"], 1, "s"),
-        "rows per step": f"{one['rows_mean']:.1f}",
-        "spread": f"{one['spread_mean']:.0f}",
-        "most that waited": str(one["waiting_most"]),
-        "requests, of them refused": f"{one['requests']}, {one['refused']}",
+        "tokens/s": f"{case['tokens_per_s']:,.0f}",
+        "replicas at work": f"{case['utilisation']:.0%}",
+        "pools at work": f"{case['pool_utilisation']:.0%}",
+        "to the first token": _times(case["ttft_s"], 1000, "ms"),
+        "per token": _times(case["token_s"], 1000, "ms"),
+        "latency": _times(case["latency_s"], 1, "s"),
+        "rows per step": f"{case['rows_mean']:.1f}",
+        "spread": f"{case['spread_mean']:.0f}",
+        "most that waited": str(case["waiting_most"]),
+        "requests, of them refused": f"{case['requests']}, {case['refused']}",
     }
 
 

@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -46,9 +46,7 @@ class TokenizerTurn:
     """Work for one call that asks for tokens alone."""
 
     threads: ThreadPoolExecutor
-    count: Callable[[int], None]
-    """Count so many tokens against the key's rate."""
-    tenant: str
+    admitted: Admitted
 
     async def run(self, work: Callable[..., _T], *args: Any) -> _T:
         """Off the event loop, one call after the other; prompts have threads of their own."""
@@ -128,14 +126,13 @@ class FrontendService:
         On leaving, sequences that have not ended are cancelled.
         """
         arrived_s = time.monotonic()
-        with ExitStack() as account:
+        with self.refusals(call):
+            check_number(call, self.config)
+            admitted = self.admission.admit(
+                call.caller, call.sequences, call.number_field, call.priority
+            )
+        with admitted:
             with self.refusals(call):
-                check_number(call, self.config)
-                admitted = account.enter_context(
-                    self.admission.admit(
-                        call.caller, call.sequences, call.number_field, call.priority
-                    )
-                )
                 answer = await self._submit(call, admitted, arrived_s)
             try:
                 yield answer
@@ -231,6 +228,6 @@ class FrontendService:
                 raise Overloaded(f"{self._turns} calls wait for the tokenizer already")
             self._turns += 1
             try:
-                yield TokenizerTurn(self._token_calls, admitted.spend, admitted.tenant)
+                yield TokenizerTurn(self._token_calls, admitted)
             finally:
                 self._turns -= 1

@@ -185,7 +185,7 @@ class TargetText:
             encoded = [self.tokenizer.encode(form, add_special_tokens=False) for form in forms]
         except Exception as error:
             raise InvalidRequest("bad_words", f"the tokenizer refuses one: {error}") from None
-        return {tuple(one.ids) for one in encoded if one.ids}
+        return {tuple(encoding.ids) for encoding in encoded if encoding.ids}
 
     def token_bytes(self, token: int) -> bytes:
         """What one token adds to a text: maybe part of a character."""

@@ -9,8 +9,8 @@ from typing import Any
 
 from cluster.config import SECTIONS, ClusterConfig, ConfigError
 from cluster.config_sources import ALIASES, from_args, overridden, text_of
+from cluster.error_messages import joined
 from cluster.local.engine import NO_QUEUE_LIMITS
-from cluster.sentences import joined
 from replicas.errors import PairRefused
 from replicas.names import with_revision
 from scheduler.config import DRAFT_LEN_MAX, SchedulerConfig

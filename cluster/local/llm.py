@@ -170,7 +170,7 @@ class LLM:
         `sampling_params`: for all, or one for each. Raises InvalidRequest, which names the prompt,
         and PromptFailed.
         """
-        made = [_prompt(index, one) for index, one in enumerate(_several(prompts))]
+        made = [_prompt(index, prompt) for index, prompt in enumerate(_several(prompts))]
         return self._run(made, sampling_params, progress)
 
     def chat(
@@ -198,7 +198,7 @@ class LLM:
             every = [params or SamplingParams()] * len(prompts)
         else:
             every = list(params)
-        if not all(isinstance(one, SamplingParams) for one in every):
+        if not all(isinstance(asked, SamplingParams) for asked in every):
             raise InvalidRequest("sampling_params", "must be SamplingParams, or a list of them")
         if len(every) != len(prompts):
             raise InvalidRequest("sampling_params", f"{len(every)} for {len(prompts)} prompts")
@@ -210,7 +210,7 @@ class LLM:
             # interrupt, or with a batch that was under way when a stop string ended them.
             if self._replica.broken is None:
                 self._replica.release(self._replica.residents)
-        completions = [one.completion() for one in written]
+        completions = [writing.completion() for writing in written]
         if None in completions:
             failed = completions.index(None)
             reason = written[failed].output.message or str(engine.error)
@@ -242,7 +242,7 @@ class LLM:
         with Bars(shown=progress) as bars:
             left = list(written)
             while left and engine.advance():
-                left = [one for one in left if not one.read(engine)]
+                left = [writing for writing in left if not writing.read(engine)]
                 bars.note("prompts", len(written) - len(left), len(written))
         if self._replica.broken is None:
             engine.check_finished()

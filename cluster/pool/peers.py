@@ -168,10 +168,10 @@ async def unlike_elsewhere(spec: ReplicaSpec, pools: Iterable[PoolPort]) -> str:
     empty if it does not, as far as they answer in time."""
     asked = [asyncio.ensure_future(pool.status()) for pool in pools]
     done, late = await asyncio.wait(asked, timeout=_ELSEWHERE_S) if asked else (set(), set())
-    for one in late:
-        one.cancel()
-    views = [one.result() for one in done if one.exception() is None]
-    specs = {one.id: one.spec for view in views for one in view.status.replicas}
+    for call in late:
+        call.cancel()
+    views = [call.result() for call in done if call.exception() is None]
+    specs = {replica.id: replica.spec for view in views for replica in view.status.replicas}
     return incompatible(spec, specs)
 
 

@@ -216,19 +216,13 @@ class AdmissionControl:
         return entry
 
     def admit(
-        self,
-        caller: Caller,
-        sequences: int = 1,
-        field: str = "n",
-        priority: Priority | None = None,
+        self, caller: Caller, sequences: int = 1, field: str = "n", asked: Priority | None = None
     ) -> Admitted:
-        """So many more requests in flight; `field` says how many. `priority`: as asked for.
-
-        Raises Unauthenticated, NotAllowed and Overloaded.
-        """
+        """So many more requests in flight, with the priority asked for; `field` says how many.
+        Raises Unauthenticated, NotAllowed and Overloaded."""
         entry = self.check(caller)
         name, use = ("", _Tenant()) if entry is None else (entry.name, self._of_key(entry))
-        granted = _granted(priority, use.priority_max)
+        priority = _granted(asked, use.priority_max)
         if sequences > use.requests_max:
             most = use.requests_max
             raise NotAllowed(field, f"{sequences} sequences asked for, at most {most:.0f} at once")
@@ -239,7 +233,7 @@ class AdmissionControl:
             # In debt: said now, before its prompt is tokenized.
             raise _used_up(name, wait_s)
         use.in_flight += sequences
-        return Admitted(name, granted, use, sequences, self._clock)
+        return Admitted(name, priority, use, sequences, self._clock)
 
     def _of_key(self, entry: KeyEntry) -> _Tenant:
         use = self._tenants.setdefault(entry.name, _Tenant())
@@ -259,8 +253,7 @@ class AdmissionControl:
 
 
 def _granted(asked: Priority | None, most: Priority) -> Priority:
-    """The class asked for; where none is, normal, or the key's if that is lower. Raises NotAllowed
-    for a class above the key's."""
+    """A request's class; without one normal, or the key's if that is lower. Raises NotAllowed."""
     if asked is None:
         return max(Priority.NORMAL, most)
     if asked < most:

@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from cluster.config import ConfigError
 from cluster.config_sources import text_of, yaml_of
-from cluster.sentences import joined, problems
+from cluster.error_messages import joined, problems
 from scheduler.messages import Priority
 
 log = logging.getLogger("lockstep.keys")

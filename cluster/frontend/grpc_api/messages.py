@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from google.protobuf.message import Message
 from pydantic import BaseModel
 
+from cluster.error_messages import validated
 from cluster.frontend.admission.control import Caller
 from cluster.frontend.calls import Delta, GenerateCall, SequenceEnd
 from cluster.frontend.prompts import ChatPrompt, Prompt, TextPrompt, TokenPrompt
@@ -23,7 +24,6 @@ from cluster.frontend.tools import (
     json_object,
 )
 from cluster.pool.protocol import PoolView
-from cluster.sentences import validated
 from protos import lockstep_pb2 as pb
 from scheduler.decoding import TokenLogprobs
 from scheduler.errors import InvalidRequest
@@ -32,7 +32,7 @@ from scheduler.status import ReplicaStatus
 
 _PRIORITIES: Mapping[int, Priority | None] = {
     pb.PRIORITY_UNSPECIFIED: None,
-    **{pb.Priority.Value(f"PRIORITY_{one.name}"): one for one in Priority},
+    **{pb.Priority.Value(f"PRIORITY_{priority.name}"): priority for priority in Priority},
 }
 _TOOL_MODES: Mapping[int, ToolChoice] = {
     pb.TOOL_MODE_UNSPECIFIED: "auto",
@@ -163,7 +163,7 @@ def _structure(message: pb.GenerateRequest) -> Structure | None:
 
 def to_parts(delta: Delta) -> dict[str, Any]:
     """The fields of an answer or of a chunk that have this delta; of calls those that are whole."""
-    calls = [one.whole for one in delta.calls if one.whole is not None]
+    calls = [call.whole for call in delta.calls if call.whole is not None]
     return {
         "index": delta.index,
         "text": delta.text,
@@ -177,12 +177,12 @@ def to_parts(delta: Delta) -> dict[str, Any]:
 def _logprobs(told: Iterable[TokenLogprobs]) -> list[pb.TokenLogprobs]:
     return [
         pb.TokenLogprobs(
-            logprob=one.logprob,
-            rank=one.rank,
-            top_ids=[token for token, _ in one.top],
-            top_logprobs=[logprob for _, logprob in one.top],
+            logprob=token_logprobs.logprob,
+            rank=token_logprobs.rank,
+            top_ids=[token for token, _ in token_logprobs.top],
+            top_logprobs=[logprob for _, logprob in token_logprobs.top],
         )
-        for one in told
+        for token_logprobs in told
     ]
 
 
@@ -242,7 +242,7 @@ def _replica(replica: ReplicaStatus) -> pb.ReplicaStatus:
 def _copied(kind: type[_P], sources: Sequence[object], **others: Any) -> _P:
     """A message with `others`, and with what a source has by the name of a field."""
     for name in kind.DESCRIPTOR.fields_by_name.keys() - others.keys():
-        source = next((one for one in sources if hasattr(one, name)), None)
+        source = next((candidate for candidate in sources if hasattr(candidate, name)), None)
         if source is not None:
             others[name] = getattr(source, name)
     return kind(**others)

@@ -15,7 +15,7 @@ from starlette.requests import ClientDisconnect
 
 from cluster.frontend.admission.control import Caller
 from cluster.frontend.http_api.error_body import error_body
-from cluster.frontend.json_text import parsed_json
+from cluster.frontend.json_codec import parsed_json
 from cluster.frontend.service import FrontendService
 from cluster.frontend.status_codes import MEANINGS, Refusal, Refused
 from scheduler.errors import InvalidRequest

@@ -48,7 +48,7 @@ class EventId:
         if (found := _EVENT_ID.fullmatch(text)) is None:
             raise InvalidRequest(_LAST_EVENT_ID, "is no id of an event of ours")
         answer, seed, told, usage = found.groups()
-        places = [Place(int(one.rstrip("e")), one.endswith("e")) for one in told.split(",")]
+        places = [Place(int(place.rstrip("e")), place.endswith("e")) for place in told.split(",")]
         if len(places) != sequences:
             raise InvalidRequest(
                 _LAST_EVENT_ID, f"is of an answer with {len(places)} sequences, not {sequences}"

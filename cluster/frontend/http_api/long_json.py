@@ -10,7 +10,7 @@ from typing import Any
 from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from cluster.frontend.json_text import json_pieces
+from cluster.frontend.json_codec import json_pieces
 
 _PART_BYTES = 1 << 16
 """About so much is sent at once; to make it takes some 3 ms."""

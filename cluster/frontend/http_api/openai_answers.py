@@ -14,7 +14,7 @@ from cluster.frontend.calls import Delta, GenerateCall, SequenceEnd
 from cluster.frontend.http_api.event_ids import EventId, Place
 from cluster.frontend.http_api.openai_models import AnyRequest, ChatRequest
 from cluster.frontend.http_api.text_offsets import TextOffsets
-from cluster.frontend.json_text import LongArray, json_array, json_pieces
+from cluster.frontend.json_codec import LongArray, json_array, json_pieces
 from cluster.frontend.prompts import TextPrompt
 from cluster.frontend.target_text import TargetText
 from cluster.frontend.text import CHARACTER_BYTES, Detokenizer, special_ids
@@ -107,17 +107,17 @@ class OpenAIAnswer:
 
     def event(self, said: Mapping[str, Any], told_usage: bool = False) -> Iterable[str]:
         """As it is sent, with its id, in pieces."""
-        places = [one.place for one in self._written]
+        places = [written.place for written in self._written]
         name = EventId(self.id, self._seed, places, told_usage)
         return chain([f"id: {name}\ndata: "], json_pieces(said), ["\n\n"])
 
     def next_event(self, delta: Delta) -> Iterable[str] | None:
         """None: the client has it already."""
         choice = self._choice(delta)
-        one = self._written[delta.index]
-        if one.place.ended:
+        written = self._written[delta.index]
+        if written.place.ended:
             return None
-        one.place = Place(one.place.tokens + len(delta.tokens), delta.end is not None)
+        written.place = Place(written.place.tokens + len(delta.tokens), delta.end is not None)
         return self.event(self._object([choice]) | ({"usage": None} if self._with_usage else {}))
 
     def last_events(self) -> Iterator[Iterable[str]]:
@@ -129,30 +129,30 @@ class OpenAIAnswer:
 
     def _choice(self, delta: Delta) -> dict[str, Any]:
         """What a delta adds to its choice; the first one has what is said of the prompt."""
-        one, asked, end = self._written[delta.index], self.asked, delta.end
-        first = one.place == Place()
+        written, asked, end = self._written[delta.index], self.asked, delta.end
+        first = written.place == Place()
         told = [
-            *(self._of_prompt(one) if first else ()),
+            *(self._of_prompt(written) if first else ()),
             *zip(delta.tokens, delta.logprobs, strict=False),
         ]
-        text = one.echo * first + delta.text
+        text = written.echo * first + delta.text
         said: dict[str, Any] = {"text": text}
         if self._chat:
             said = self._turn(text, delta.calls, first)
         said["logprobs"] = None
         if asked.top_logprobs_wanted is not None:
-            logprobs = self._chat_logprobs(told) if self._chat else self._logprobs(told, one)
+            logprobs = self._chat_logprobs(told) if self._chat else self._logprobs(told, written)
             said["logprobs"] = logprobs
         if asked.return_token_ids:
             said["token_ids"] = list(delta.tokens)
-            said |= {"prompt_token_ids": list(one.sequence.prompt)} if first else {}
+            said |= {"prompt_token_ids": list(written.sequence.prompt)} if first else {}
         if first and asked.prompt_logprobs is not None:
-            said["prompt_logprobs"] = self._prompt_logprobs(one)
+            said["prompt_logprobs"] = self._prompt_logprobs(written)
         reason = None
         if end is not None:
             self._ends[delta.index] = end
             reason = _FINISH_REASONS.get(end.reason)
-            if reason == "stop" and one.sequence.called:
+            if reason == "stop" and written.sequence.called:
                 reason = "tool_calls"
         return {"index": delta.index, **said, "finish_reason": reason}
 
@@ -197,24 +197,24 @@ class OpenAIAnswer:
                 costs["metrics"] = {"speculative_decoding": _speculation(end.usage)}
         return costs
 
-    def _of_prompt(self, one: _Written) -> list[tuple[int, TokenLogprobs | None]]:
+    def _of_prompt(self, written: _Written) -> list[tuple[int, TokenLogprobs | None]]:
         """The prompt's tokens and theirs, where they are echoed."""
         if not self.asked.echoes or self.asked.top_logprobs_wanted is None:
             return []
-        return one.told_of_prompt
+        return written.told_of_prompt
 
     def _logprobs(
-        self, told: Sequence[tuple[int, TokenLogprobs | None]], one: _Written
+        self, told: Sequence[tuple[int, TokenLogprobs | None]], written: _Written
     ) -> dict[str, Any]:
-        """Moves `one` on by the tokens told of."""
-        if one.passed_over:
-            before, one.passed_over = one.passed_over, 0
+        """Moves `written` on by the tokens told of."""
+        if written.passed_over:
+            before, written.passed_over = written.passed_over, 0
             at = len(self.asked.committed_token_ids)
-            seen = one.sequence.live.tokens[at : at + before]
-            self._logprobs([*self._of_prompt(one), *((token, None) for token in seen)], one)
+            seen = written.sequence.live.tokens[at : at + before]
+            self._logprobs([*self._of_prompt(written), *((token, None) for token in seen)], written)
         names = [self._name(token) for token, _ in told]
         pairs = zip(told, names, strict=True)
-        offsets = [self._offset(token, name, one) for (token, _), name in pairs]
+        offsets = [self._offset(token, name, written) for (token, _), name in pairs]
         return {
             "tokens": json_array(names, str),
             "token_logprobs": json_array(told, lambda of: None if of[1] is None else of[1].logprob),
@@ -246,8 +246,8 @@ class OpenAIAnswer:
             "bytes": list(self._text.token_bytes(token)),
         }
 
-    def _prompt_logprobs(self, one: _Written) -> list[Any] | LongArray:
-        return json_array(one.told_of_prompt, self._ranked)
+    def _prompt_logprobs(self, written: _Written) -> list[Any] | LongArray:
+        return json_array(written.told_of_prompt, self._ranked)
 
     def _ranked(self, told: tuple[int, TokenLogprobs | None]) -> dict[str, Any] | None:
         """The likeliest tokens and the one that stands there, by their ids."""
@@ -267,13 +267,13 @@ class OpenAIAnswer:
             self._names[token] = name
         return name
 
-    def _offset(self, token: int, name: str, one: _Written) -> int:
+    def _offset(self, token: int, name: str, written: _Written) -> int:
         """Where the token stands in the text. A special one has no place in an answer, and in a
         prompt only where it was given itself."""
         if token not in special_ids(self._text.tokenizer):
-            return one.offsets.place(token, self._text.token_bytes(token))
-        given = one.echo.startswith(name, one.offsets.end)
-        return one.offsets.skip(name if given else "")
+            return written.offsets.place(token, self._text.token_bytes(token))
+        given = written.echo.startswith(name, written.offsets.end)
+        return written.offsets.skip(name if given else "")
 
     def _begun(self, call: GenerateCall, sequence: AnswerSequence, place: Place) -> _Written:
         prompt, echo = call.prompts[sequence.index // call.choices], ""

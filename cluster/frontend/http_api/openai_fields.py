@@ -7,9 +7,9 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
+from cluster.error_messages import Strict, shown_value
 from cluster.frontend.structure import Structure
 from cluster.frontend.tools import CallTurn
-from cluster.sentences import Strict, shown_value
 
 _OWN_NULLS = {"parameters", "schema", "json", "chat_template_kwargs", "logit_bias"}
 """Objects whose names are the client's own: there a null is a value."""
@@ -18,7 +18,7 @@ _OWN_NULLS = {"parameters", "schema", "json", "chat_template_kwargs", "logit_bia
 def without_nulls(value: Any) -> Any:
     """Clients send fields that they leave unset as null, and turns back with all their fields."""
     if isinstance(value, list):
-        return [without_nulls(one) if isinstance(one, dict | list) else one for one in value]
+        return [without_nulls(item) if isinstance(item, dict | list) else item for item in value]
     if not isinstance(value, dict):
         return value
     return {
@@ -68,7 +68,7 @@ class StructuredOutputs(Strict):
     @model_validator(mode="after")
     def _exactly_one(self) -> Self:
         given = (self.json_, self.regex, self.choice, self.grammar)
-        if sum(one is not None for one in given) != 1:
+        if sum(structure is not None for structure in given) != 1:
             raise ValueError("exactly one of json, regex, choice and grammar must be given")
         return self
 

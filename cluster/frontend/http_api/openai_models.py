@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, field_validator, model_validator
 
+from cluster.error_messages import Strict, shown_value, validated
 from cluster.frontend.admission.control import Caller
 from cluster.frontend.calls import GenerateCall
 from cluster.frontend.http_api.openai_fields import (
@@ -22,7 +23,6 @@ from cluster.frontend.prompts import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from cluster.frontend.status_codes import Refusal
 from cluster.frontend.structure import Structure
 from cluster.frontend.tools import Tool, ToolChoice, ToolUse
-from cluster.sentences import Strict, shown_value, validated
 from scheduler.errors import InvalidRequest
 from scheduler.messages import Priority
 

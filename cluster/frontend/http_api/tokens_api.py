@@ -12,16 +12,16 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import model_validator
 
+from cluster.error_messages import Strict, validated
 from cluster.frontend.calls import check_prompt
 from cluster.frontend.http_api.edge import check_model, checked_caller, read_body
 from cluster.frontend.http_api.long_json import LongJson
 from cluster.frontend.http_api.openai_fields import Message, without_nulls
-from cluster.frontend.json_text import json_array
+from cluster.frontend.json_codec import json_array
 from cluster.frontend.prompts import ChatPrompt, TextPrompt
 from cluster.frontend.service import FrontendService
 from cluster.frontend.target_text import TargetText
 from cluster.frontend.tools import Tool, ToolUse, tool_format
-from cluster.sentences import Strict, validated
 from scheduler.errors import InvalidRequest
 
 
@@ -99,9 +99,9 @@ def tokens_router(service: FrontendService) -> APIRouter:
             if asked.prompt != "":
                 check_prompt(prompt, service.config)
         async with service.tokenizing(caller) as turn:
-            encode, _ = await service.encoding(prompt, turn.tenant)
+            encode, _ = await service.encoding(prompt, turn.admitted.tenant)
             tokens = await turn.run(_packed, encode)
-            turn.count(len(tokens))
+            turn.admitted.spend(len(tokens))
         answer: dict[str, Any] = {
             "count": len(tokens),
             "max_model_len": text.context_len,
@@ -121,7 +121,7 @@ def tokens_router(service: FrontendService) -> APIRouter:
             if len(asked.tokens) > most:
                 raise InvalidRequest("tokens", f"{len(asked.tokens)} given, at most {most} allowed")
         async with service.tokenizing(caller) as turn:
-            turn.count(len(asked.tokens))
+            turn.admitted.spend(len(asked.tokens))
             prompt = await turn.run(_decoded, service.text, asked.tokens)
         return LongJson({"prompt": prompt}, service.writing)
 

@@ -3,5 +3,3 @@
 from cluster.frontend.pool_session.in_flight import InFlightRequest
 from cluster.frontend.pool_session.session import PoolSession
 from cluster.frontend.pool_session.shard_router import ShardRouter
-
-__all__ = ["InFlightRequest", "PoolSession", "ShardRouter"]

@@ -62,11 +62,7 @@ class InFlightRequest:
         return Submit(request, self.recovered > 0, self.validated, self.record)
 
     def take(
-        self,
-        start: int,
-        tokens: Sequence[int],
-        extras: Sequence[TokenLogprobs],
-        now_s: float,
+        self, start: int, tokens: Sequence[int], extras: Sequence[TokenLogprobs], now_s: float
     ) -> None:
         """New tokens from the pool, of which the first has this number; without tokens what it
         says of the prompt."""

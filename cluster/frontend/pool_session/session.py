@@ -219,8 +219,7 @@ class PoolSession:
             stream.send(Beat(self._unfinished()))
 
     async def _bound_waits(self) -> None:
-        """End requests in time, whatever the session waits for meanwhile: a connection, an answer,
-        or the end of a stream."""
+        """End requests in time, whatever the session's own loop waits for meanwhile."""
         while True:
             self._expire()
             left_s = self._answered_s + self._config.unreachable_s - self._clock()

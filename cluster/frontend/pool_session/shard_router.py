@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -109,8 +108,8 @@ class ShardRouter:
     async def _status_of(self, pool: PoolPort) -> PoolView | None:
         """None: it does not answer, or not before the others are kept too long."""
         try:
-            several_s = _STATUS_S if len(self.pools) > 1 else math.inf
-            async with asyncio.timeout(min(several_s, self._unreachable_s)):
+            most_s = self._unreachable_s
+            async with asyncio.timeout(min(most_s, _STATUS_S) if len(self.pools) > 1 else most_s):
                 return await pool.status()
         except (PoolUnreachable, TimeoutError):
             return None

@@ -83,7 +83,7 @@ class ToolReader:
         next(self._reading)
         content, deltas = self._content, self._deltas
         self._content, self._deltas = "", []
-        return content, [one for one in deltas if self._parallel or not one.index]
+        return content, [delta for delta in deltas if self._parallel or not delta.index]
 
     # Each yield below waits for more text, or for the end.
 

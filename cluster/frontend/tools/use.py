@@ -15,9 +15,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field, field_validator
 
-from cluster.frontend.json_text import parsed_json
+from cluster.error_messages import Strict, shown_value
+from cluster.frontend.json_codec import parsed_json
 from cluster.frontend.structure import Structure
-from cluster.sentences import Strict, shown_value
 from scheduler.errors import InvalidRequest
 
 CALL_BEGIN, CALL_END = "<tool_call>", "</tool_call>"
@@ -139,12 +139,12 @@ def _tool_structure(use: ToolUse, form: ToolFormat) -> Structure | None:
     offered = [tool.function for tool in use.tools]
     choice, parallel = use.choice, use.parallel
     if isinstance(choice, NamedTool):
-        offered = [one for one in offered if one.name == choice.function.name]
+        offered = [function for function in offered if function.name == choice.function.name]
         if not offered:
             name = choice.function.name
             raise InvalidRequest("tool_choice", f"{name!r} is not among the tools")
         parallel = False
-    elif choice != "required" and not any(one.strict for one in offered):
+    elif choice != "required" and not any(function.strict for function in offered):
         return None
     free = choice == "auto"
     hermes = form is ToolFormat.HERMES

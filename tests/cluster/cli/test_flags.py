@@ -82,7 +82,7 @@ def test_a_command_drafts_by_what_a_flag_says_or_else_a_file(
         raise typer.Exit
 
     monkeypatch.setattr(cli_serve, "serve_until_signal", lambda config, *_: end(config))
-    monkeypatch.setattr("cluster.files.read_prompts", lambda *_: ["x"])
+    monkeypatch.setattr("cluster.prompt_files.read_prompts", lambda *_: ["x"])
     monkeypatch.setattr(verify, "verify", lambda _, config, *__: end(config))
     monkeypatch.setattr(session, "engine", lambda config, _: end(config))
     monkeypatch.setattr(plan, "print_plan", lambda config, _: end(config))

@@ -21,7 +21,7 @@ from cluster.cli.status import shown, watch_status
 from cluster.client.channel import Server
 from cluster.config import ConfigError
 from cluster.config_sources import api_key
-from cluster.files import PromptsError, read_prompts
+from cluster.prompt_files import PromptsError, read_prompts
 from protos import lockstep_pb2 as pb
 from tests.cluster.cli.command import lockstep
 

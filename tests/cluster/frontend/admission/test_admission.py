@@ -100,17 +100,17 @@ def test_a_priority_above_the_keys_is_refused_by_name(path: Path, most: Priority
     assert control.admit(caller).tenant == "alice"
     for asked in Priority:
         if asked >= most:
-            assert control.admit(caller, priority=asked).priority is asked
+            assert control.admit(caller, asked=asked).priority is asked
         else:
             with pytest.raises(NotAllowed, match=r"^priority: "):
-                control.admit(caller, priority=asked)
+                control.admit(caller, asked=asked)
     # Without a priority it is never refused for one.
     assert control.admit(caller).priority is max(most, Priority.NORMAL)
 
 
 def test_without_keys_every_priority_is_allowed_and_there_is_no_tenant() -> None:
     control = AdmissionControl(AuthConfig(), FrontendConfig())
-    assert control.admit(HOME, priority=Priority.HIGH).priority is Priority.HIGH
+    assert control.admit(HOME, asked=Priority.HIGH).priority is Priority.HIGH
     admission = control.admit(HOME)
     assert admission.priority is Priority.NORMAL
     admission.charge(10**9)

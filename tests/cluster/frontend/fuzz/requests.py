@@ -17,6 +17,7 @@ import hypothesis
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from hypothesis import HealthCheck, Phase, given, settings, strategies as st
 
+from cluster.error_messages import validated
 from cluster.frontend.http_api.openai_models import (
     AnyRequest,
     ChatRequest,
@@ -24,7 +25,6 @@ from cluster.frontend.http_api.openai_models import (
     parse_request,
 )
 from cluster.frontend.http_api.tokens_api import Detokenize, Tokenize
-from cluster.sentences import validated
 from protos import lockstep_pb2 as pb
 from scheduler.errors import InvalidRequest
 

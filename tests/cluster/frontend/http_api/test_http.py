@@ -16,7 +16,7 @@ import pytest
 
 from cluster.config_sources import from_args
 from cluster.frontend.admission.keys import add, hash_of
-from cluster.frontend.json_text import parsed_json
+from cluster.frontend.json_codec import parsed_json
 from tests.cluster.fakes import perfect
 from tests.cluster.frontend.http_rig import http, http_frontend
 from tests.cluster.frontend.rig import PROMPT, PROMPT_IDS

@@ -15,7 +15,7 @@ from starlette.types import Message, Receive, Scope, Send
 from cluster.config_sources import from_args
 from cluster.frontend.http_api import openai_answers
 from cluster.frontend.http_api.long_json import LongJson, send_pieces
-from cluster.frontend.json_text import LongArray, json_array, json_pieces
+from cluster.frontend.json_codec import LongArray, json_array, json_pieces
 from cluster.frontend.proxy import pacing
 from cluster.frontend.proxy.pacing import PART_BYTES_MIN, NotTaken, PacedAnswers
 from protos import lockstep_pb2 as pb
