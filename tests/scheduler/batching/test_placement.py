@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given, strategies as st
 
-from tests.scheduler.hand import Hand, rows_of
+from tests.scheduler.hand import Hand, batches_of, rows_of
 
 
 def where(hand: Hand) -> dict[str, str]:
@@ -27,6 +28,68 @@ def test_load_goes_before_length_when_the_imbalance_is_large() -> None:
     loads = [hand.replica(name).load for name in ("one", "two")]
     assert sum(loads) == 16
     assert abs(loads[0] - loads[1]) <= 2 + 1
+
+
+@pytest.mark.parametrize("rows_max", [1, 2, 3])
+def test_of_a_burst_a_replica_takes_no_more_than_a_batch_beyond_a_lighter_one(
+    rows_max: int,
+) -> None:
+    """Counted with the rows that it takes in the same prefill batch."""
+    hand = Hand(rows_max=rows_max, batches_in_flight_max=1)
+    for name in ("one", "two"):
+        hand.join(name)
+        hand.submit(name)
+    assert [hand.replica(name).load for name in ("one", "two")] == [1, 1]
+    for index in range(20):
+        hand.submit(str(index))
+    assert len(hand.waiting()) == 20, "both are busy"
+    while hand.replica("one").load == 1:
+        hand.work(1, "one")
+    assert hand.replica("one").load == 1 + rows_max + 1
+
+
+REPLICAS = st.lists(
+    st.tuples(st.integers(0, 9), st.sampled_from([20, 60, 1000]), st.booleans()),
+    min_size=1,
+    max_size=4,
+)
+
+
+@given(REPLICAS, st.integers(1, 4), st.integers(1, 12))
+def test_a_sequence_goes_where_the_rules_say(
+    replicas: list[tuple[int, int, bool]], rows_max: int, blocks: int
+) -> None:
+    """Room first, then no replica that is over a batch heavier than the lightest with room, then
+    the fewest residents, then the lowest id. One that has no place for a batch is passed over."""
+    hand = Hand(rows_max=rows_max, residents_max=9, batches_in_flight_max=1)
+    names = [f"r{index}" for index in range(len(replicas))]
+    for name, (load, kv_blocks, busy) in zip(names, replicas, strict=True):
+        # Alone at first, so that it gets its rows; they step only while it is to be busy.
+        hand.join(name, kv_blocks=kv_blocks)
+        for index in range(load):
+            hand.submit(f"{name} {index}", length=2, max_new_tokens=6)
+            hand.settle(name)
+        for other in names:
+            if other != name and other in hand.replicas():
+                hand.settle(other)
+    records = [hand.replica(name) for name in names]
+    before = {name: hand.replica(name).load for name in names}
+    assert not hand.waiting() or min(before.values()) >= 0
+    if hand.waiting():
+        return
+    with_room = [
+        one
+        for one in records
+        if one.load < 9 and one.blocks_free >= blocks and one.reserved_for is None
+    ]
+    lightest = min((one.load for one in with_room), default=0)
+    free = [
+        one for one in with_room if not one.pipeline.batches and one.load <= lightest + rows_max
+    ]
+    best = min(free, key=lambda one: (one.load, one.id), default=None)
+    hand.submit("new", length=3, max_new_tokens=4 * blocks - 3)
+    (new,) = [one for one in hand.sequences() if one.id == "new"]
+    assert new.replica_id == (None if best is None else best.id)
 
 
 def test_blocks_are_reserved_for_the_whole_sequence() -> None:
@@ -108,6 +171,16 @@ def test_a_held_line_on_one_replica_does_not_stop_the_others() -> None:
     for _ in range(4):
         finish_one(hand, reserved)
     assert where(hand)["big"] == reserved
+
+
+def test_a_replica_takes_others_as_soon_as_the_one_that_reserved_it_goes_elsewhere() -> None:
+    hand = full(20, "one")
+    finish_one(hand, "one")
+    assert hand.replica("one").reserved_for == "big"
+    assert hand.used("one") < 10
+    taken = hand.join("three", **FIVE_SMALL)
+    assert where(hand)["big"] == "three"
+    assert {batch.replica_id for batch in batches_of(taken)} == {"one", "three"}
 
 
 @pytest.mark.parametrize("end", ["cancel", "lose", "drain"])
