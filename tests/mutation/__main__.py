@@ -124,7 +124,9 @@ def _tests_of(tree: Path, path: str) -> list[str]:
     beyond = [tests / "sim"]
     if floor == "replicas":  # the other folders take minutes and run little of the core
         here = [one for one in here if one.is_file() or one.name in (*near, *_OF_THE_CORE)]
-        beyond = [tests / "oracle" / f"test_{name}.py" for name in ("traps", "decoding", "drafters")]
+        beyond = [
+            tests / "oracle" / f"test_{name}.py" for name in ("traps", "decoding", "drafters")
+        ]
     here.sort(key=lambda one: (one.name not in near, one.is_dir(), one.name))
     return [one.relative_to(tree).as_posix() for one in [*here, *beyond]]
 

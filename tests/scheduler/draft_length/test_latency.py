@@ -167,7 +167,9 @@ def test_times_lie_on_the_line_between_two_points_and_beyond_never_below_their_s
 
 
 @given(st.floats(1e-9, 1e-5), st.floats(1e-3, 1.0))
-def test_what_a_kv_position_costs_is_found_where_it_alone_differs(kv_s: float, base_s: float) -> None:
+def test_what_a_kv_position_costs_is_found_where_it_alone_differs(
+    kv_s: float, base_s: float
+) -> None:
     points = [(8, kv, base_s + kv_s * kv) for kv in (100, 300, 900, 100, 300, 900)]
     found = seen(*points)
     assert found.kv_s == pytest.approx(kv_s, rel=1e-6)

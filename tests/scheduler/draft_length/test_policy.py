@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from random import Random
 from statistics import fmean
 
@@ -10,7 +11,16 @@ from hypothesis import given, settings, strategies as st
 
 from benchmarks.shared.linear import Cost, LinearCost, LinearTimes
 from scheduler.config import PREFILL_TOKENS_LEAST, SchedulerConfig
-from scheduler.draft_length.policy import PROBE_SAVED, PROBE_SHARE, DraftPolicy, StepPlan
+from scheduler.draft_length.policy import (
+    FALLBACK,
+    GAP_SHARE,
+    PROBE_SAVED,
+    PROBE_SHARE,
+    ROUND_TRIP_SHARE,
+    DraftPolicy,
+    StepPlan,
+    row_draft_len,
+)
 from scheduler.messages import (
     Batch,
     BatchKind,
@@ -331,3 +341,88 @@ def test_a_prefill_chunk_takes_a_steps_time_but_only_where_rows_step() -> None:
     deep = policy.prefill_tokens("r", 8, 2048, begin=9000)
     assert truth(deep, 9000 * deep) == pytest.approx(pair.step_s(8, 0), rel=0.1)
     assert deep < 0.8 * first
+
+
+def test_batches_of_several_steps_tell_as_much_of_a_step_as_single_ones() -> None:
+    pair = Pair(CHEAP, TARGET, acceptance=0.8)
+    policy = policy_for(None)
+    policy.plan("r", rows_of(8), 1)
+    for draft_len in (0, 2, 4, 8) * 6:
+        batch, result = pair.answer(rows_of(8), StepPlan([draft_len] * 8, 4))
+        policy.observe(batch, result, answers(rows_of(8), result), None)
+    rows = rows_of(8)
+    draft_len = policy.plan("r", rows, 1).draft_len
+    found = policy.estimates("r")
+    assert found.step_s == pytest.approx(pair.step_s(8, found.draft_len), rel=0.1)
+    best = max(range(9), key=lambda k: pair.goodput(8, k))
+    assert pair.goodput(8, found.draft_len) > 0.93 * pair.goodput(8, best), draft_len
+
+
+def test_of_what_is_drafted_a_row_gets_no_more_than_it_may_commit_before_the_last_token() -> None:
+    for left in range(1, 7):
+        (row,) = rows_of(1)
+        row.length = row.length_max - left
+        assert row_draft_len(row, 4) == min(4, left - 1)
+    for own in range(7):
+        assert row_draft_len(rows_of(1, draft_len=own)[0], 4) == min(own, 4)
+
+
+@pytest.mark.parametrize("round_trips", [(5e-3, 0.9e-3), (0.9e-3, 5e-3)])
+def test_of_round_trips_the_shortest_lately_counts(round_trips: tuple[float, float]) -> None:
+    """One that is longer by chance moves it little; one that is shorter at once."""
+    pair = Pair(CHEAP, LinearCost(10e-3), acceptance=0.0)
+    policy = policy_for(pair, draft_len=0)
+    rows = rows_of(2)
+    for round_trip_s in round_trips:
+        batch, result = pair.answer(rows, policy.plan("r", rows, 1))
+        policy.observe(batch, result, [], round_trip_s)
+    steps = policy.plan("r", rows, 50).steps
+    shortest_s = min(round_trips)
+    longer_s = shortest_s + 0.15 * (round_trips[-1] - shortest_s)
+    step_s = ROUND_TRIP_SHARE * 10e-3
+    assert math.ceil(shortest_s / step_s) <= steps <= math.ceil(longer_s / step_s)
+
+
+def test_a_gap_is_short_once_a_round_trip_is_a_small_part_of_a_step() -> None:
+    for round_trip_s, short in ((0.5 * GAP_SHARE, True), (2 * GAP_SHARE, False)):
+        pair = Pair(CHEAP, LinearCost(1.0), acceptance=0.0)
+        policy = policy_for(pair, draft_len=0)
+        assert not policy.short_gap("r"), "nothing is known"
+        rows = rows_of(2)
+        batch, result = pair.answer(rows, policy.plan("r", rows, 1))
+        policy.observe(batch, result, [], round_trip_s)
+        assert policy.short_gap("r") == short
+
+
+def test_a_probe_is_due_when_what_it_may_lose_is_saved_up() -> None:
+    """And takes a single step; between probes the best length is drafted."""
+    pair = Pair(CHEAP, TARGET, acceptance=0.0)
+    policy = policy_for(pair)
+    rows = rows_of(8)
+    pair.turn(policy, rows, 300)
+    probes = []
+    for at in range(1000):
+        plan = policy.plan("r", rows, 4)
+        if plan.draft_len != policy.estimates("r").draft_len:
+            probes.append(at)
+            assert plan.steps == 1
+        batch, result = pair.answer(rows, plan)
+        policy.observe(batch, result, answers(rows, result), None)
+    assert policy.estimates("r").draft_len == 0
+    lost = 1 - pair.goodput(8, 1) / pair.goodput(8, 0)
+    batches_between = lost * pair.step_s(8, 1) / (PROBE_SHARE * 4 * pair.step_s(8, 0))
+    assert 0.5 * batches_between < 1000 / len(probes) < 3 * batches_between
+
+
+def test_what_is_not_known_is_zero_and_a_replica_begins_with_what_its_trial_showed() -> None:
+    policy = policy_for(None)
+    nothing = policy.estimates("r")
+    assert (nothing.step_s, nothing.draft_len) == (0.0, FALLBACK)
+    assert policy.plan("r", rows_of(2), 3).steps == 3
+    assert policy.plan("r", rows_of(2), 3).draft_lens == [FALLBACK] * 2
+    policy.joined("s", ReplicaSpec(10, 4, 99, 9, acceptance=0.25))
+    assert policy.estimates("s").acceptance_greedy == 0.25
+    assert policy.estimates("s").acceptance_sampled == 0.25
+    policy.lost("s")
+    with pytest.raises(KeyError):
+        policy.estimates("s")

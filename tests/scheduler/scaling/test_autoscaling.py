@@ -6,6 +6,7 @@ in tests/integration.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -13,7 +14,14 @@ import pytest
 from hypothesis import given, strategies as st
 
 from scheduler.messages import ReplicaSpec
-from scheduler.scaling import AutoscalingConfig, CapacityMeter, ScalingState, wanted_replicas
+from scheduler.scaling import (
+    AutoscalingConfig,
+    CapacityMeter,
+    ScalingState,
+    unseen,
+    wanted_replicas,
+)
+from scheduler.scaling.autoscaling import DOWN_SHARE, STARTING_MAX
 from scheduler.state import BatchFigures
 from scheduler.status import PoolStatus, ReplicaStatus
 
@@ -161,6 +169,29 @@ def test_the_number_follows_the_load(
         wanted, state = load.wanted(CONFIG, wanted, state, now_s)
         found.append(wanted)
     assert found == numbers
+
+
+@given(configs(), loads, st.integers(1, 12))
+def test_a_load_that_lasts_gets_the_replicas_that_serve_it_in_time(
+    config: AutoscalingConfig, load: Load, wanted: int
+) -> None:
+    """As many as commit what is outstanding in drain_s, within the bounds; and keeps those that
+    commit what is committed, with some room."""
+    state, now_s = ScalingState(), 0.0
+    for _ in range(60):
+        wanted, state = load.wanted(config, wanted, state, now_s)
+        now_s += max(config.up_delay_s, config.down_delay_s, 1.0)
+    queue = load.outstanding_tokens / config.drain_s / load.tokens_per_s
+    work = load.committed_per_s / load.tokens_per_s
+    reach = min(config.max_replicas, STARTING_MAX)  # of a status in which none serves
+    assert wanted >= min(reach, math.ceil(queue))
+    enough = math.ceil(max(queue, work) / DOWN_SHARE)
+    assert wanted <= max(enough, config.min_replicas, 1)
+
+
+def test_what_was_not_seen_has_not_lasted() -> None:
+    state = ScalingState(high_since_s=1.0, low_since_s=2.0, live_s=3.0)
+    assert unseen(state, 9.0) == ScalingState(high_since_s=1.0, low_since_s=None, live_s=9.0)
 
 
 # ------------------------------------------------------------------------- the meter

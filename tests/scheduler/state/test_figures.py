@@ -38,9 +38,7 @@ def test_usage_and_figures_are_sums_of_what_replicas_report() -> None:
         spread += batch.rows[-1].length - batch.rows[0].length
         row_steps += 2 * len(batch.rows)
         committed += 2 * len(batch.rows) - sum(row.length in (34, 16) for row in batch.rows)
-        rows = tuple(
-            RowResult(row.sequence_id, (1, 1), 2, 3, (1, 0), (2, 1)) for row in batch.rows
-        )
+        rows = tuple(RowResult(row.sequence_id, (1, 1), 2, 3, (1, 0), (2, 1)) for row in batch.rows)
         result = StepResult(batch.id, "r", rows, steps=2, times=StepTimes(total_s=0.25))
         finishes += of_kind(hand.tell(StepDone(result)), Finish)
     figures = hand.scheduler.snapshot().figures
