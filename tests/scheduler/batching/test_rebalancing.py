@@ -106,7 +106,7 @@ def test_rows_move_only_to_a_replica_that_is_over_a_batch_lighter_and_only_to_sa
     hand.join("s", kv_blocks=10_000)
     source, pool = hand.replica(), hand.scheduler.pool
     target = lightest(source, pool)
-    worth = source.load > 4 and -(-1 // 4) < -(-source.load // 4)
+    worth = source.load > 4  # all of one batch step each time
     assert target is (hand.replica("s") if worth else None)
     hand.submit("long", length=9, max_new_tokens=490)
     assert lightest(hand.replica("s"), pool) is None, "the other one is heavier"
