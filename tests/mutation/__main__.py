@@ -111,6 +111,8 @@ def _seen(tree: Path, path: str) -> str:
         return f"a hang: more than {ALL_TESTS_S} s"
     if process.returncode == 0:
         return ""
+    if "Timeout (" in out:
+        return f"a hang: a test of more than {ONE_TEST_S} s"
     failed = [line for line in out.splitlines() if line.startswith(("FAILED", "ERROR"))]
     return failed[0].split(" - ")[0] if failed else f"exit {process.returncode}: {out[-300:]}"
 
