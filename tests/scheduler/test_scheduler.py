@@ -3,11 +3,14 @@ of requests follows what they do."""
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from scheduler.batching import Dispatcher
 from scheduler.decoding import Decoding, TokenLogprobs
 from scheduler.messages import Emit, Reject, RejectCode, RowResult, StepDone, StepResult
+from scheduler.state.pool import REACHED_RECENT
 from tests.scheduler.hand import Hand, of_kind, only
 
 
@@ -111,3 +114,28 @@ def test_what_a_request_says_of_its_decoding_is_passed_on_unread_and_extras_are_
     row = RowResult("a", (5, 7, 9), 1, extras=(five, seven, nine))
     told = hand.tell(StepDone(StepResult(batch.id, "s", (row,), steps=1)))
     assert only(told, Emit) == Emit("a", 0, (5, 7), (five, seven))
+
+
+@pytest.mark.parametrize("stops", [True, False])
+def test_each_request_that_ends_by_itself_moves_what_is_expected_by_the_same_share(
+    stops: bool,
+) -> None:
+    """One that its client ends says nothing."""
+    hand = Hand(draft_len=0, steps_per_batch_max=1)
+    hand.join()
+    for number in range(20):
+        name = f"r{number}"
+        hand.submit(name, max_new_tokens=20, stop_token_ids=(7,))
+        (batch,) = hand.settle()
+        hand.done(batch, **{name: (1, 1, 1, 1, 7 if stops else 1)})
+        hand.cancel(name)
+        hand.work()
+    share = 0.25 + 0.75 * (1 - REACHED_RECENT) ** 20 if stops else 1.0
+    assert hand.scheduler.pool.outstanding_tokens == 0
+    assert hand.scheduler.pool.expected_share == pytest.approx(share)
+    hand.submit("a", max_new_tokens=50)
+    hand.submit("b", max_new_tokens=50)
+    assert hand.scheduler.snapshot().outstanding_tokens == math.ceil(100 * share)
+    assert hand.scheduler.snapshot().live == 2
+    hand.cancel("a")
+    assert hand.scheduler.snapshot().live == 1, "though a batch still holds its row"

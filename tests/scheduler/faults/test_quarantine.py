@@ -183,6 +183,19 @@ def test_a_row_that_failed_alone_goes_to_another_replica_if_one_could_hold_it(
     assert [name for name in "rs" if hand.in_flight(name)] == [goes]
 
 
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_it_may_come_back_to_that_replica_once_it_has_gone_on_elsewhere(goes_on: bool) -> None:
+    hand = crowd(1)
+    hand.join("s")
+    hand.fail(hand.in_flight()[0])
+    if goes_on:
+        hand.work(2, "s")
+    hand.join("t")
+    hand.drain("s")
+    hand.work(1, "s")
+    assert [name for name in "rt" if hand.in_flight(name)] == ["r" if goes_on else "t"]
+
+
 @pytest.mark.parametrize("by_batch", [True, False])
 def test_rows_of_both_batches_go_into_quarantine_but_not_if_their_replica_left_by_itself(
     by_batch: bool,
