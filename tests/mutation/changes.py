@@ -111,7 +111,7 @@ def _is_left_out(node: ast.AST) -> bool:
             return True
         case ast.Call(func=ast.Name(id="Field")):  # what a setting may be is declared there
             return True
-        case ast.Call(func=ast.Attribute(value=ast.Name(id="_log"))):
+        case ast.Expr(value=ast.Call(func=ast.Attribute(value=ast.Name(id="_log")))):
             return True
         case ast.Assign(targets=[ast.Name(id=name)]) | ast.AnnAssign(target=ast.Name(id=name)):
             return name in _TUNED or name in _TYPES

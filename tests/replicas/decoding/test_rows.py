@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
@@ -98,6 +99,17 @@ def test_penalties_strike_no_token_out_whatever_the_dtype() -> None:
     RowState(decoding, [5], ENDS, None).adjust(logits, [])
     assert logits.isfinite().all()
     assert logits[0, 5] == torch.finfo(torch.float16).max
+
+
+def test_masks_leave_what_they_allow_in_their_places_and_nothing_changes_behind_them() -> None:
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn((3, VOCAB), generator=generator)
+    allowed = torch.rand((2, VOCAB), generator=generator) < 0.5
+    masks = [np.packbits(one.numpy(), bitorder="little") for one in allowed]
+    got = logits.clone()
+    RowState(Decoding(1), [5], ENDS, None).adjust(got, [1, 2], masks)
+    assert torch.equal(got[2], logits[2])
+    assert torch.equal(got[:2], logits[:2].masked_fill(~allowed, -torch.inf))
 
 
 def test_rows_are_told_of_the_logits_before_any_change_of_what_they_commit() -> None:
