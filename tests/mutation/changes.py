@@ -96,7 +96,9 @@ def _walk(node: ast.AST) -> Iterator[tuple[ast.AST, list[str]]]:
         for test in node.ifs:
             yield test, _conditions(test)
     for name, value in ast.iter_fields(node):
-        if name in ("annotation", "returns", "decorator_list", "type_comment"):
+        if name in ("annotation", "returns", "decorator_list"):
+            continue
+        if isinstance(node, ast.ClassDef) and name == "keywords":  # frozen, as a decorator says it
             continue
         for child in value if isinstance(value, list) else [value]:
             if isinstance(child, ast.AST):

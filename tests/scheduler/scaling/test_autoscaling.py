@@ -224,6 +224,11 @@ Look = tuple[int, float, int, int, int]
         ([(0, 0.0, 0, 0, 0), (0, 2.0, 100, 20, 1), (0, 4.0, 1100, 40, 1)], 500.0),
         # Where requests wait a replica has enough to do, though its batches are small.
         ([(5, 0.0, 0, 0, 0), (5, 2.0, 100, 20, 2)], 50.0),
+        # What looks in short order see adds up to a sample, and then the next one begins.
+        ([(0, 0.4 * n, 80 * n, 4 * n, 8) for n in range(4)], 200.0),
+        ([(0, 0.4 * n, 80 * n, 4 * n, 8) for n in range(3)], 300.0),
+        # Requests must have waited at all its looks.
+        ([(5, 0.0, 0, 0, 0), (0, 0.6, 30, 6, 2), (5, 1.2, 60, 12, 2)], 300.0),
         # A replica that is new or begins again is no sample.
         ([(0, 50.0, 10, 5, 8), (0, 1.0, 10, 5, 8)], 300.0),
     ],
@@ -235,7 +240,7 @@ def test_what_a_replica_commits_is_known_from_enough_work(
     assert meter.look(status(0)) == 300.0
     for waiting, *sums in looks:
         found = meter.look(status(waiting, seen("a", *sums)))
-    assert found == expected
+    assert found == pytest.approx(expected)
 
 
 def test_the_figure_follows_what_is_measured_of_all_replicas() -> None:
