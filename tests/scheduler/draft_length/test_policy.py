@@ -240,3 +240,19 @@ def test_what_is_not_known_is_zero_and_a_replica_begins_with_what_its_trial_show
     policy.lost("s")
     with pytest.raises(KeyError):
         policy.estimates("s")
+
+
+@pytest.mark.parametrize("round_trip_s", [0.0, 20e-3, 0.2])
+def test_the_goodput_counts_the_time_in_which_a_replica_waits_for_its_next_batch(
+    round_trip_s: float,
+) -> None:
+    pair = Pair(LinearCost(2e-3), LinearCost(10e-3), acceptance=0.7)
+    policy = policy_for(pair)
+    rows = rows_of(8)
+    pair.turn(policy, rows, 300, round_trip_s=round_trip_s)
+    step_s = [pair.step_s(8, draft_len) for draft_len in range(9)]
+    goodputs = [
+        pair.goodput(8, draft_len) * spent_s / (spent_s + round_trip_s)
+        for draft_len, spent_s in enumerate(step_s)
+    ]
+    assert reached(pair, policy, rows, goodputs) >= 0.97 * max(goodputs)
