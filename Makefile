@@ -12,7 +12,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c c
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 
-.PHONY: help setup demo serve test test-fast test-slow test-clients test-clients-light lint format protos demo-pair bench bench-scheduler simulate worlds worlds-0 worlds-1 explore fuzz chaos soak clean
+.PHONY: help setup demo serve test test-fast test-slow test-clients test-clients-light lint format protos demo-pair bench bench-scheduler simulate worlds worlds-0 worlds-1 mutate explore fuzz chaos soak clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -120,6 +120,12 @@ worlds: $(SETUP)  ## random worlds of the scheduler: SEED=1 N=20000
 
 worlds-0 worlds-1:
 	WORLDS=$$(($(N) / 2)) $(BIN)/python -m pytest -q -o faulthandler_timeout=7200 tests/sim -k right_tokens --hypothesis-profile worlds --hypothesis-seed $(SEED)$(@:worlds-%=%)
+
+mutate: SEED ?= 1
+mutate: N ?= 60
+mutate: JOBS ?= 1
+mutate: $(SETUP)  ## single changes of the core that no test sees: SEED=1 N=60 JOBS=1
+	$(BIN)/python -m tests.mutation --seed $(SEED) --number $(N) --jobs $(JOBS)
 
 explore: $(SETUP)  ## property tests on other examples each time; what they print replays a failure
 	$(BIN)/python -m pytest -m 'not ray and not slow' --hypothesis-profile explore

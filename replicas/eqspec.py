@@ -213,7 +213,7 @@ def _outcome(
             outcome.failures[row] = RowFailure(f"the logits after {length} tokens are not finite")
         mine = list(tokens[: right + known])
         outcome.committed.append([] if row in absent else mine)
-        outcome.accepted.append(0 if row in absent else right)
+        outcome.accepted.append(right)  # 0 of an absent row, which has no draft
     if hooks is not None:
         hooks.commit(outcome.committed)
         outcome.failures |= hooks.failures

@@ -283,7 +283,8 @@ class Scheduler:
         replica_id = sequence.replica_id
         if sequence.reservation is not None:
             self._dispatcher.touch(sequence.reservation)
-        if replica_id is not None and sequence.batch_id is not None:
+        if replica_id is not None:
+            # No batch of several steps is in flight beside a ready row.
             self._dispatcher.interrupt(self.pool.replicas[replica_id], self._out)
         if self.pool.finish(sequence, reason) and replica_id is not None:
             self._release(replica_id, sequence.id)

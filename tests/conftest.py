@@ -38,16 +38,16 @@ settings.register_profile(
 # What a change is judged by is the change, not the luck of the draw.
 settings.register_profile("lockstep", settings.get_profile("explore"), derandomize=True)
 settings.load_profile("lockstep")
+# `make mutate` asks whether a test fails, not by which example.
+settings.register_profile("mutate", phases=[Phase.explicit, Phase.generate])
 
 
 @pytest.fixture(autouse=True, scope="session")
 def _few_threads() -> None:
-    try:
-        import torch
-    except ImportError:  # the pure core is tested without torch, too
-        return
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
+    torch = sys.modules.get("torch")
+    if torch is not None:  # the pure core is tested without torch, too
+        torch.set_num_threads(1)
+        torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)

@@ -69,6 +69,15 @@ def test_one_that_no_pool_has_checked_is_refused_by_the_replicas_there_are_or_th
     assert [rows_of(batch) for batch in hand.in_flight("small")] == [["c"]]
 
 
+def test_those_behind_one_that_was_validated_are_validated_all_the_same() -> None:
+    hand = Hand()
+    hand.tell(Submit(Request("a", (1,) * 40, 40), accepted_before=True, validated=True))
+    hand.submit("b", prompt=(1, 5000), max_new_tokens=9)
+    hand.join("small", kv_blocks=10)
+    assert set(hand.finishes) == {"b"}
+    assert hand.waiting() == ["a"], "a larger one may come"
+
+
 def test_an_id_that_is_live_is_taken_until_its_batch_has_ended() -> None:
     hand = Hand()
     hand.submit("a")

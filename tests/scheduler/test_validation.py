@@ -10,7 +10,14 @@ from scheduler.config import SchedulerConfig
 from scheduler.decoding import Decoding
 from scheduler.errors import InvalidRequest
 from scheduler.messages import ReplicaSpec, Request, Sampling
-from scheduler.validation import END_TOKENS_MAX, check_request
+from scheduler.validation import (
+    BIAS_MAX,
+    END_TOKENS_MAX,
+    LOGIT_BIAS_MAX,
+    LOGPROBS_MAX,
+    PENALTY_MAX,
+    check_request,
+)
 
 SPEC = ReplicaSpec(kv_blocks=10, block_size=4, context_len=64, vocab_size=100)
 CONFIG = SchedulerConfig(prompt_tokens_max=50, stop_token_ids_max=3, timeout_s_max=60)
@@ -62,10 +69,54 @@ BAD_SAMPLING: dict[str, tuple[float, ...]] = {
 }
 
 
+GOOD_DECODING: list[dict[str, object]] = [
+    {"frequency_penalty": PENALTY_MAX, "presence_penalty": -PENALTY_MAX},
+    {"repetition_penalty": 1e-9},
+    {"logit_bias": ((0, BIAS_MAX), (99, -BIAS_MAX))},
+    {"logit_bias": ((1, 1.0),) * LOGIT_BIAS_MAX},
+    {"logprobs": 0, "prompt_logprobs": LOGPROBS_MAX},
+    {"logprobs": LOGPROBS_MAX, "prompt_logprobs": 0},
+    {"min_tokens": 8},
+    {"min_tokens": 8, "bad_words": ((0, 99), (5,))},
+    {"grammar": "start: /a/"},
+]
+
+
+@pytest.mark.parametrize("fields", GOOD_DECODING, ids=lambda fields: ",".join(fields))
+def test_good_changes_of_logits_pass(fields: dict[str, object]) -> None:
+    check_request(request(decoding=Decoding(3, **fields)), CONFIG, SPEC)
+
+
+BAD_DECODING: dict[str, tuple[object, ...]] = {
+    "frequency_penalty": (PENALTY_MAX + 0.1, -PENALTY_MAX - 0.1, math.nan),
+    "presence_penalty": (PENALTY_MAX + 0.1, -PENALTY_MAX - 0.1, math.nan),
+    "repetition_penalty": (0.0, -1.0, math.inf, math.nan),
+    "logit_bias": (
+        ((1, 1.0),) * (LOGIT_BIAS_MAX + 1),
+        ((1, BIAS_MAX + 1),),
+        ((1, -BIAS_MAX - 1),),
+        ((1, math.nan),),
+        ((100, 1.0),),
+        ((-1, 1.0),),
+    ),
+    "logprobs": (-1, LOGPROBS_MAX + 1),
+    "prompt_logprobs": (-1, LOGPROBS_MAX + 1),
+    "min_tokens": (-1, 9),
+    "bad_words": (((1, 100),), ((-1,),)),
+}
+
+
 @pytest.mark.parametrize(
     ("field", "fields"),
     [
         *((field, {field: value}) for field, values in BAD.items() for value in values),
+        *(
+            (field, {"decoding": Decoding(3, **{field: value})})
+            for field, values in BAD_DECODING.items()
+            for value in values
+        ),
+        ("min_tokens", {"decoding": Decoding(3, grammar="start: /a/", min_tokens=1)}),
+        ("bad_words", {"decoding": Decoding(3, grammar="start: /a/", bad_words=((1,),))}),
         *(
             (field, {"sampling": Sampling(**{field: value})})
             for field, values in BAD_SAMPLING.items()
@@ -96,3 +147,14 @@ def test_ids_that_only_pad_the_embedding_may_come_back_but_not_be_asked_for() ->
             check_request(request(**{field: value}), CONFIG, padded)
     with pytest.raises(InvalidRequest, match=r"^bad_words: token id 128 is outside"):
         check_request(request(decoding=Decoding(1, bad_words=((5, 128),))), CONFIG, padded)
+
+
+@pytest.mark.parametrize(("context_len", "kv_blocks"), [(40, 99), (99, 10)])
+def test_a_request_may_fill_a_replica_to_the_last_position(
+    context_len: int, kv_blocks: int
+) -> None:
+    spec = ReplicaSpec(kv_blocks, block_size=4, context_len=context_len, vocab_size=100)
+    assert spec.length_max == 40
+    check_request(request(max_new_tokens=37), CONFIG, spec)
+    with pytest.raises(InvalidRequest, match=r"^max_new_tokens: .*exceed the 40 tokens"):
+        check_request(request(max_new_tokens=38), CONFIG, spec)

@@ -4,7 +4,15 @@ prefill and steps go in turn in test_prefill."""
 
 from __future__ import annotations
 
-from scheduler.messages import Action, Interrupt
+import math
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from scheduler.draft_length.policy import ROUND_TRIP_SHARE
+from scheduler.messages import Action, Interrupt, RowResult, StepDone, StepResult, StepTimes
+from scheduler.state.replica_record import CAP_GROWTH
 from tests.scheduler.hand import Hand, batches_of, of_kind, rows_of
 
 
@@ -99,9 +107,128 @@ def test_a_new_request_ends_a_batch_of_several_steps_once_and_one_of_a_single_st
     assert interrupts([*hand.submit("c"), *hand.cancel("a")]) == []
 
 
+def test_a_replica_that_drains_ends_its_batch_of_several_steps() -> None:
+    hand = stepping(4)
+    assert interrupts(hand.drain()) == [hand.in_flight()[0].id]
+    assert interrupts(stepping(1).drain()) == []
+
+
+def test_a_batch_has_the_steps_that_its_own_round_trip_asks_for() -> None:
+    """The time beside its run, where nothing else was in flight: 0.7 ms at 10 ms a step."""
+    hand = Hand(draft_len=0, steps_per_batch_max=8)
+    hand.join(kv_blocks=10_000)
+
+    def answer(passed_s: float) -> None:
+        """The oldest batch in flight, after so much time."""
+        hand.now_s += passed_s
+        batch = hand.in_flight()[0]
+        steps = 1 if batch.rows else 0
+        rows = tuple(RowResult(name, (1,) * steps, steps) for name in rows_of(batch))
+        times = StepTimes(verify_s=10e-3, total_s=10e-3)
+        hand.tell(StepDone(StepResult(batch.id, "r", rows, steps, times)))
+
+    hand.submit("a", max_new_tokens=400)
+    answer(5.0)
+    for _ in range(6):
+        answer(10.7e-3)
+    wanted = math.ceil(0.7e-3 / (ROUND_TRIP_SHARE * 10e-3))
+    assert [batch.steps for batch in hand.in_flight()] == [wanted]
+    hand.submit("b", max_new_tokens=400)
+    answer(10.7e-3)
+    answer(10e-3)  # it was sent while the other one ran: this is no round trip of nothing
+    for _ in range(3):
+        answer(10.7e-3)
+    assert [batch.steps for batch in hand.in_flight()] == [wanted]
+
+
 def test_what_concerns_another_replica_ends_nothing() -> None:
     hand = stepping(4)
     hand.join("s")
     hand.submit("c")
     assert len(hand.in_flight("r")) + len(hand.in_flight("s")) == 2
     assert interrupts(hand.cancel("c")) == []
+
+
+KINDS = st.sampled_from(["submit", "work", "work", "work", "cancel", "fail"])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(KINDS, st.integers(1, 60), st.integers(1, 40)), min_size=5, max_size=60),
+    st.sampled_from([0.0, 0.5, 1.0]),
+    st.integers(1, 4),
+)
+def test_every_batch_is_within_its_bounds_and_its_rows_have_just_the_blocks_that_they_need(
+    events: list[tuple[str, int, int]], kv_reserve: float, rows_max: int
+) -> None:
+    hand = Hand(
+        kv_reserve=kv_reserve,
+        rows_max=rows_max,
+        prefill_rows_max=3,
+        prefill_tokens_max=20,
+        draft_len=2,
+        failures_max=9,
+    )
+    hand.join(kv_blocks=40)
+    owned: dict[str, int] = {}
+    asked: set[int] = set()
+    for number, (kind, length, new) in enumerate(events):
+        actions = []
+        flights = hand.in_flight()
+        if kind == "submit" or not hand.sequences():
+            actions = hand.submit(f"q{number}", length, new)
+        elif kind == "cancel":
+            actions = hand.cancel(hand.sequences()[length % len(hand.sequences())].id)
+        elif flights:
+            actions = hand.done(flights[0]) if kind == "work" else hand.fail(flights[0])
+        by_id = {one.id: one for one in hand.sequences()}
+        for batch_id in interrupts(actions):
+            assert hand.batches[batch_id].steps > 1
+            assert batch_id not in asked, "asked twice"
+            asked.add(batch_id)
+        for batch in batches_of(actions):
+            filled = sum(row.end - row.begin for row in batch.prefill)
+            alone = any(by_id[name].quarantined for name in rows_of(batch))
+            assert filled <= 20 or (alone and len(batch.prefill) == 1)
+            assert len(batch.prefill) <= 3
+            assert len(batch.rows) <= rows_max
+            for row in batch.prefill:
+                owned[row.sequence_id] = row.blocks
+                if not row.begin:
+                    one = by_id[row.sequence_id]
+                    share = 1.0 if one.preempted else kv_reserve
+                    reserved = one.length + math.ceil(share * one.tokens_left)
+                    assert row.blocks == -(-reserved // 4)
+            for row in batch.rows:
+                one = by_id[row.sequence_id]
+                ahead = batch.steps * (batch.draft_len + 1)
+                needed = -(-min(row.length + ahead, one.length_max) // 4)
+                assert row.blocks == max(needed, owned[one.id])
+                assert row.draft_len == min(2, one.tokens_left - 1)
+                owned[one.id] = row.blocks
+            lengths = [row.length for row in batch.rows]
+            assert lengths == sorted(lengths)
+            assert batch.draft_len == max([row.draft_len for row in batch.rows], default=0)
+
+
+def test_after_a_batch_that_was_too_large_larger_ones_are_tried_again_little_by_little() -> None:
+    hand = Hand(rows_max=8, draft_len=0, steps_per_batch_max=1)
+    hand.join(kv_blocks=10_000)
+    for index in range(8):
+        hand.submit(f"q{index}", max_new_tokens=400)
+    while [len(batch.rows) for batch in hand.settle()] != [8]:
+        hand.work()
+    hand.fail(hand.in_flight()[0])
+    sizes = []
+    for _ in range(250):
+        sizes.append(len(hand.in_flight()[0].rows))
+        hand.work()
+    firsts = [sizes.index(size) for size in (5, 6, 7, 8)]
+    assert firsts == sorted(firsts)
+    assert set(sizes[: firsts[0]]) <= {1, 2, 3, 4}
+    # A cap of n rows has grown to n + 1 after so many batches as large as it.
+    assert firsts[0] >= math.log(5 / 4) / math.log(CAP_GROWTH)
+    for size, (first, then) in zip((5, 6, 7), pairwise(firsts), strict=True):
+        full = sum(one >= size for one in sizes[first:then])
+        wanted = math.log((size + 1) / size) / math.log(CAP_GROWTH)
+        assert full == pytest.approx(wanted, abs=2)

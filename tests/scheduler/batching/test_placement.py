@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given, strategies as st
 
-from tests.scheduler.hand import Hand, rows_of
+from scheduler.batching.placement import PREFIX_TOKENS_PER_ROW, best_replica
+from scheduler.config import SchedulerConfig
+from scheduler.messages import Batch, BatchKind, ReplicaSpec, Request
+from scheduler.state import Pool, ReplicaRecord, Sequence
+from tests.scheduler.hand import Hand, batches_of, rows_of
 
 
 def where(hand: Hand) -> dict[str, str]:
@@ -27,6 +32,79 @@ def test_load_goes_before_length_when_the_imbalance_is_large() -> None:
     loads = [hand.replica(name).load for name in ("one", "two")]
     assert sum(loads) == 16
     assert abs(loads[0] - loads[1]) <= 2 + 1
+
+
+@pytest.mark.parametrize("rows_max", [1, 2, 3])
+def test_of_a_burst_a_replica_takes_no_more_than_a_batch_beyond_a_lighter_one(
+    rows_max: int,
+) -> None:
+    """Counted with the rows that it takes in the same prefill batch."""
+    hand = Hand(rows_max=rows_max, batches_in_flight_max=1)
+    for name in ("one", "two"):
+        hand.join(name)
+        hand.submit(name)
+    assert [hand.replica(name).load for name in ("one", "two")] == [1, 1]
+    for index in range(20):
+        hand.submit(str(index))
+    assert len(hand.waiting()) == 20, "both are busy"
+    while hand.replica("one").load == 1:
+        hand.work(1, "one")
+    assert hand.replica("one").load == 1 + rows_max + 1
+
+
+LONG = tuple(range(200))
+REPLICAS = st.lists(
+    st.tuples(st.integers(0, 9), st.sampled_from([20, 60, 1000]), st.booleans(), st.booleans()),
+    min_size=1,
+    max_size=4,
+)
+
+
+def pool_of(replicas: list[tuple[int, int, bool, bool]], rows_max: int) -> Pool:
+    """Of replicas with so many residents of two blocks, so many blocks, a place for a batch or
+    none, and the KV of LONG or not."""
+    config = SchedulerConfig(
+        rows_max=rows_max, residents_max=9, batches_in_flight_max=1, kv_reserve=1.0
+    )
+    pool = Pool(config)
+    for index, (load, kv_blocks, busy, has_prefix) in enumerate(replicas):
+        pool.join(f"r{index}", ReplicaSpec(kv_blocks, 4, 512, 1000, prefix_sharing=has_prefix))
+        replica = pool.replicas[f"r{index}"]
+        if has_prefix:
+            replica.note_prefix(Sequence(Request("gone", LONG, 9), 0))
+        for number in range(load):
+            resident = pool.accept(Request(f"{index} {number}", (1, 2), 6), 0.0)
+            pool.waiting.add(resident)
+            pool.place(resident, replica, 0.0)
+        if busy:
+            some = [Sequence(Request("any", (1,), 1), 0)]
+            replica.pipeline.send(Batch(1, replica.id, BatchKind.PREFILL), some, 0.0)
+    return pool
+
+
+@given(REPLICAS, st.integers(1, 4), st.sampled_from([2, 12, 66, 140, 200]))
+def test_a_sequence_goes_where_the_rules_say(
+    replicas: list[tuple[int, int, bool, bool]], rows_max: int, length: int
+) -> None:
+    """Room first; then no replica over a batch heavier than the lightest with room; then its prefix
+    and the fewest residents; then the lowest id. One without a place for a batch is passed over."""
+    pool = pool_of(replicas, rows_max)
+    sequence = Sequence(Request("new", LONG[:length], 4), 99)
+    blocks = -(-(length + 4) // 4)
+    records = list(pool.replicas.values())
+    with_room = [one for one in records if one.load < 9 and one.blocks_free >= blocks]
+    lightest = min((one.load for one in with_room), default=0)
+    free = [
+        one for one in with_room if not one.pipeline.batches and one.load <= lightest + rows_max
+    ]
+    shared = (length - 2) // 4 * 4  # the last token has no KV, the one before is written anew
+
+    def rank(one: ReplicaRecord) -> tuple[int, int, str]:
+        worth = shared // PREFIX_TOKENS_PER_ROW if one.spec.prefix_sharing else 0
+        return min(one.load - worth, lightest), one.load, one.id
+
+    best = min(free, key=rank, default=None)
+    assert best_replica(sequence, pool) is best
 
 
 def test_blocks_are_reserved_for_the_whole_sequence() -> None:
@@ -108,6 +186,16 @@ def test_a_held_line_on_one_replica_does_not_stop_the_others() -> None:
     for _ in range(4):
         finish_one(hand, reserved)
     assert where(hand)["big"] == reserved
+
+
+def test_a_replica_takes_others_as_soon_as_the_one_that_reserved_it_goes_elsewhere() -> None:
+    hand = full(20, "one")
+    finish_one(hand, "one")
+    assert hand.replica("one").reserved_for == "big"
+    assert hand.used("one") < 10
+    taken = hand.join("three", **FIVE_SMALL)
+    assert where(hand)["big"] == "three"
+    assert {batch.replica_id for batch in batches_of(taken)} == {"one", "three"}
 
 
 @pytest.mark.parametrize("end", ["cancel", "lose", "drain"])

@@ -5,8 +5,11 @@ from __future__ import annotations
 import itertools
 
 import pytest
+from hypothesis import given, strategies as st
 
-from scheduler.messages import Batch, BatchKind
+from scheduler.batching.prefill import chunks_of_begun, first_half, oldest_partial
+from scheduler.messages import Batch, BatchKind, ReplicaSpec, Request
+from scheduler.state import ReplicaRecord, Sequence
 from tests.scheduler.hand import Hand, batches_of, released, rows_of
 
 
@@ -147,3 +150,38 @@ def test_a_failed_chunk_sends_its_row_back_to_be_filled_at_once_and_alone() -> N
     hand.done(batch)
     hand.work(5)
     assert len(hand.tokens["a"]) > 0
+
+
+BEGUN = st.lists(st.tuples(st.integers(2, 60), st.integers(1, 59)), min_size=1, max_size=5)
+
+
+@given(BEGUN, st.integers(1, 40), st.integers(0, 4))
+def test_of_each_batch_the_oldest_has_half_and_the_rest_goes_to_the_least_to_fill(
+    begun: list[tuple[int, int]], tokens: int, rows: int
+) -> None:
+    replica = ReplicaRecord("r", ReplicaSpec(1000, 4, 512, 1000))
+    for number, (length, filled) in enumerate(begun):
+        one = Sequence(Request(str(number), (1,) * (length + 1), 9), number)
+        one.prefilled = min(filled, length - 1)
+        replica.partial[one.id] = one
+    partial = list(replica.partial.values())
+    half = first_half(replica, tokens)
+    assert half == min(-(-tokens // 2), partial[0].prefill_len - partial[0].prefilled)
+    left = tokens - half
+    chunks = chunks_of_begun(replica, rows, tokens, left)
+    has = {one.id: until - begin for one, begin, until in chunks}
+    assert all(begin == one.prefilled < until <= one.prefill_len for one, begin, until in chunks)
+    assert has["0"] >= half
+    assert len(chunks) <= rows + 1
+    assert sum(has.values()) <= tokens
+    rising = sorted(partial, key=lambda one: one.prefill_len - one.prefilled)
+    missing = {one.id: one.prefill_len - one.prefilled - has.get(one.id, 0) for one in partial}
+    full = sum(has.values()) == tokens or len(chunks) == rows + 1
+    assert full or not any(missing.values()), "what is left is given"
+    for before, after in itertools.pairwise(one.id for one in rising if one.id != "0"):
+        assert not has.get(after) or not missing[before], "the least first"
+
+
+def test_nothing_begun_has_no_half() -> None:
+    replica = ReplicaRecord("r", ReplicaSpec(1000, 4, 512, 1000))
+    assert (first_half(replica, 10), oldest_partial(replica)) == (0, None)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from scheduler.batching import lightest, rows_to_move
+from scheduler.batching.placement import PREFILL_TOKENS_PER_STEP
 from scheduler.messages import BatchKind
+from scheduler.state import Sequence
 from tests.scheduler.hand import Hand, rows_of
 
 
@@ -62,3 +65,48 @@ def test_none_moves_where_it_gains_nothing(
     hand.join("s", kv_blocks=kv_blocks)
     hand.work(3)
     assert hand.scheduler.snapshot().moved == 0
+
+
+def test_rows_that_gain_most_move_and_no_more_than_evens_the_two() -> None:
+    """A row gains the turns that it saves of its tokens to come, less what its prefill costs."""
+    hand = Hand(rows_max=4, draft_len=0, steps_per_batch_max=1, prefill_rows_max=8)
+    hand.join(kv_blocks=10_000)
+    left = {f"q{index}": 40 + 20 * index for index in range(16)}
+    for name, new in left.items():
+        hand.submit(name, length=20, max_new_tokens=new)
+    while hand.waiting():
+        hand.work()
+    hand.settle()
+    source = hand.replica()
+    hand.join("s", kv_blocks=10_000)
+    target = hand.replica("s")
+    ready = list(source.ready)
+    config = hand.scheduler.config
+    turns, turns_there = 16 / 4, 8 / 4
+
+    def gain(row: Sequence) -> float:
+        saved = row.tokens_left * (1 - turns_there / turns)
+        return saved - row.length / PREFILL_TOKENS_PER_STEP
+
+    for chunk, most in ((10_000, 8), (100, None), (1, 1)):
+        rows = rows_to_move(source, target, config, chunk)
+        assert rows == sorted(ready, key=lambda row: (-gain(row), row.number))[: len(rows)]
+        assert sum(row.length for row in rows) <= chunk or len(rows) == 1
+        if most is not None:
+            assert len(rows) == min(most, len(ready))
+        elif len(rows) < 8:
+            assert sum(row.length for row in rows) + 20 + 30 > chunk or len(rows) == len(ready)
+
+
+@pytest.mark.parametrize("count", range(1, 18))
+def test_rows_move_only_to_a_replica_that_is_over_a_batch_lighter_and_only_to_save_turns(
+    count: int,
+) -> None:
+    hand = loaded(count)
+    hand.join("s", kv_blocks=10_000)
+    source, pool = hand.replica(), hand.scheduler.pool
+    target = lightest(source, pool)
+    worth = source.load > 4  # all of one batch step each time
+    assert target is (hand.replica("s") if worth else None)
+    hand.submit("long", length=9, max_new_tokens=490)
+    assert lightest(hand.replica("s"), pool) is None, "the other one is heavier"

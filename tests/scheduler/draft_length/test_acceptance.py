@@ -5,8 +5,15 @@ from __future__ import annotations
 from random import Random
 
 import pytest
+from hypothesis import given, strategies as st
 
-from scheduler.draft_length.acceptance import FIRST_GUESS, Acceptance
+from scheduler.draft_length.acceptance import (
+    CLASS_TRIES,
+    FIRST_GUESS,
+    Acceptance,
+    goodputs,
+    likelihoods,
+)
 from scheduler.messages import Request, RowResult, Sampling
 from scheduler.state.sequence import Sequence
 
@@ -77,3 +84,46 @@ def test_a_change_is_seen_within_twenty_steps() -> None:
     for _ in range(20):
         known.observe([(one, step(rng, 0.0, 4))])
     assert known.of([one])[0] < 0.4
+
+
+def test_each_step_fades_the_past_by_the_same_share() -> None:
+    """So a batch of several steps counts as those steps one by one that saw nothing before it."""
+    known, one, two = Acceptance(), sequence("one"), sequence("two")
+    for row in (one, two):
+        known.observe([(row, RowResult("a", (), 1, 9, (3, 2), (4, 3)))])
+    assert (one.tried, one.agreed) == (7, 5)
+    known.observe([(one, RowResult("a", (), 3))])
+    for _ in range(3):
+        known.observe([(two, RowResult("a", (), 1))])
+    assert (one.tried, one.agreed) == pytest.approx((two.tried, two.agreed))
+    assert one.agreed / one.tried == pytest.approx(5 / 7)
+    assert one.tried < 7
+
+
+def test_a_class_weighs_all_its_tries_alike_until_it_forgets() -> None:
+    known, one = Acceptance(), sequence("one")
+    for accepted in (10, 0, 20):
+        known.observe([(one, RowResult("a", (), 1, 9, (accepted,), (20,)))])
+    guessed = known.overall(greedy=False)
+    assert guessed == pytest.approx(FIRST_GUESS), "of another class nothing is known"
+    assert known.overall(greedy=True) == pytest.approx((30 + 4 * FIRST_GUESS) / (60 + 4))
+    for _ in range(40):
+        known.observe([(one, RowResult("a", (), 1, 9, (0,), (int(CLASS_TRIES),)))])
+    assert known.overall(greedy=True) < 1e-6, "it has forgotten"
+
+
+chances = st.lists(st.tuples(st.floats(0, 1), st.integers(0, 6)), min_size=1, max_size=5)
+
+
+@given(chances, st.lists(st.floats(1e-4, 1.0), min_size=7, max_size=7))
+def test_goodput_is_expected_tokens_over_seconds(
+    rows: list[tuple[float, int]], seconds: list[float]
+) -> None:
+    """Of k draft tokens a row with acceptance a commits 1 + a + ... + a^k, within its limit."""
+    acceptances, limits = [list(one) for one in zip(*rows, strict=True)]
+    likely = likelihoods(acceptances, limits, 6)
+    assert [len(one) for one in likely] == [len(rows)] * 6
+    found = goodputs(likely, len(rows), seconds)
+    for k, (goodput, spent_s) in enumerate(zip(found, seconds, strict=True)):
+        tokens = sum(a**j for a, limit in rows for j in range(min(k, limit) + 1))
+        assert goodput == pytest.approx(tokens / spent_s)

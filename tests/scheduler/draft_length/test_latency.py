@@ -10,7 +10,7 @@ from random import Random
 import pytest
 from hypothesis import given, strategies as st
 
-from scheduler.draft_length.latency import CELLS_MAX, Latencies, LatencyTable, bucket
+from scheduler.draft_length.latency import CELLS_MAX, STALE, Latencies, LatencyTable, bucket
 
 DRAFT_S = 1e-3
 
@@ -131,3 +131,101 @@ def test_a_prefill_takes_what_it_fills_and_what_was_filled_before() -> None:
     for begin in (4000, 20_000, 9000):
         table.observe_prefill(256, 256 * begin, truth(256, begin))
     assert table.prefill_s(200, 10_000) == pytest.approx(truth(200, 10_000), rel=0.05)
+
+
+def seen(*points: tuple[int, int, float]) -> Latencies:
+    """That saw (tokens, KV positions, seconds) in this order."""
+    found = Latencies()
+    for now, point in enumerate(points):
+        found.observe(*point, now)
+    return found
+
+
+def test_the_first_time_of_a_kind_is_forgotten_at_the_second_and_then_all_count_alike() -> None:
+    assert seen((8, 0, 1.0)).usual_s(8, 0) == pytest.approx(1.0)
+    assert seen((8, 0, 1.0), (8, 0, 0.4)).usual_s(8, 0) == pytest.approx(0.4)
+    times = (1.0, 0.4, 0.5, 0.6)
+    assert seen(*((8, 0, one) for one in times)).usual_s(8, 0) == pytest.approx(0.5)
+    assert seen((8, 0, 1.0)).usual_s(9, 0) is None
+    assert seen((8, 0, 1.0)).usual_s(8, 1) is None, "another bucket of KV positions"
+
+
+@given(st.floats(0.1, 10.0), st.floats(0.1, 10.0), st.floats(1.0, 3.0))
+def test_times_lie_on_the_line_between_two_points_and_beyond_never_below_their_share(
+    first_s: float, rise: float, share: float
+) -> None:
+    few, many = (16, first_s), (64, first_s * (1 + rise))
+    found = seen(*((tokens, 0, seconds) for tokens, seconds in (few, few, many, many)))
+    slope = (many[1] - few[1]) / 48
+    for tokens in (16, 20, 40, 64, 64 * share):
+        assert found(tokens, 0) == pytest.approx(few[1] + slope * (tokens - 16))
+    for tokens in (1, 5, 15):
+        line_s = few[1] + slope * (tokens - 16)
+        assert found(tokens, 0) == pytest.approx(max(line_s, few[1] * tokens / 16))
+    alone = seen((16, 0, first_s))
+    assert alone(64, 0) == alone(4, 0) == pytest.approx(first_s), "one point has no slope"
+
+
+@given(st.floats(1e-9, 1e-5), st.floats(1e-3, 1.0))
+def test_what_a_kv_position_costs_is_found_where_it_alone_differs(
+    kv_s: float, base_s: float
+) -> None:
+    points = [(8, kv, base_s + kv_s * kv) for kv in (100, 300, 900, 100, 300, 900)]
+    found = seen(*points)
+    assert found.kv_s == pytest.approx(kv_s, rel=1e-6)
+    assert found(8, 5000) == pytest.approx(base_s + 5000 * kv_s)
+    assert found.usual_s(8, 200) is None
+    assert found.usual_s(8, 290) == pytest.approx(base_s + 290 * kv_s)
+    falls = seen(*((8, kv, base_s / kv) for kv in (100, 300, 900)))
+    assert falls.kv_s == 0.0, "reading more takes no less"
+
+
+def test_fewer_tokens_take_no_longer_than_more() -> None:
+    found = seen((4, 0, 0.3), (8, 0, 0.1), (12, 0, 0.2))
+    assert [found(tokens, 0) for tokens in (4, 8, 12)] == pytest.approx([0.1, 0.1, 0.2])
+
+
+def test_work_is_stale_once_it_was_not_seen_for_long() -> None:
+    found = seen((8, 0, 1.0))
+    assert not found.stale(8, STALE - 1)
+    assert found.stale(8, STALE)
+    assert found.stale(9, 0), "never seen"
+    found.observe(8, 5, 1.0, 40)
+    assert not found.stale(8, 40 + STALE - 1), "whatever it reads"
+    table = LatencyTable()
+    assert table.stale(2, 3)
+    see(table, 2, 3, 100)
+    assert not table.stale(2, 3)
+    assert table.stale(2, 1)
+    assert not table.stale(8, 0), "so many tokens were seen"
+
+
+def test_what_was_seen_longest_ago_is_forgotten_first() -> None:
+    found = Latencies()
+    for now in range(CELLS_MAX):
+        found.observe(1 << (now % 10), 1 << (now // 10), 1.0, now)
+    found.observe(1, 1, 1.0, CELLS_MAX)  # the oldest is seen again
+    found.observe(5000, 0, 1.0, CELLS_MAX + 1)
+    assert found.usual_s(1, 1) is not None
+    assert found.usual_s(2, 1) is None
+    assert found.usual_s(4, 1) is not None
+
+
+@pytest.mark.parametrize("factor", [0.8, 1.25])
+def test_the_factor_of_speed_comes_to_seconds_now_over_usual_seconds(factor: float) -> None:
+    table = LatencyTable()
+    for _ in range(40):
+        see(table, 8, 2, 2000)
+        table.observe_prefill(64, 0, 0.1)
+    assert table.slowdown == pytest.approx(1.0, abs=0.02)
+    for _ in range(6):
+        see(table, 8, 2, 2000, factor)
+    steps = table.slowdown
+    assert min(1.0, factor) < steps < max(1.0, factor), "little by little"
+    for _ in range(6):
+        table.observe_prefill(64, 0, factor * 0.1)
+    assert abs(table.slowdown - factor) < abs(steps - factor), "prefills show it, too"
+    assert table.prefill_s(64, 0) == pytest.approx(factor * 0.1, rel=0.1)
+    assert table.step_s(8, 2, 2000) == pytest.approx(
+        factor * (line(24, 2000) + 2 * DRAFT_S), rel=0.1
+    )

@@ -2,119 +2,25 @@
 
 from __future__ import annotations
 
-from random import Random
+import math
 from statistics import fmean
 
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from benchmarks.shared.linear import Cost, LinearCost, LinearTimes
-from scheduler.config import PREFILL_TOKENS_LEAST, SchedulerConfig
-from scheduler.draft_length.policy import PROBE_SAVED, PROBE_SHARE, DraftPolicy, StepPlan
-from scheduler.messages import (
-    Batch,
-    BatchKind,
-    PrefillRow,
-    ReplicaSpec,
-    Request,
-    Sampling,
-    StepResult,
-    StepRow,
-    StepTimes,
-    TriedBatch,
+from benchmarks.shared.linear import LinearCost
+from scheduler.config import SchedulerConfig
+from scheduler.draft_length.policy import (
+    FALLBACK,
+    GAP_SHARE,
+    ROUND_TRIP_SHARE,
+    DraftPolicy,
+    StepPlan,
+    row_draft_len,
 )
-from scheduler.simulation.simulated_replica import Resident
-from scheduler.state.sequence import Answer, Sequence
-
-LENGTH = 100
-
-
-class Pair:
-    """A replica's true times and a draft's true acceptance; rows of LENGTH tokens."""
-
-    def __init__(self, draft: Cost, verify: Cost, acceptance: float) -> None:
-        self.times = LinearTimes(draft, verify, LinearCost(0.0))
-        self.acceptance = acceptance
-        self.rng = Random(0)
-
-    def step_s(self, rows: int, draft_len: int) -> float:
-        return self.times(batch_of(rows_of(rows), draft_len, 1)).total_s
-
-    def goodput(self, rows: int, draft_len: int) -> float:
-        expected = sum(self.acceptance**j for j in range(draft_len + 1))
-        return rows * expected / self.step_s(rows, draft_len)
-
-    def trials(self) -> tuple[TriedBatch, ...]:
-        return tuple(
-            self.answer(rows_of(rows), StepPlan([draft_len] * rows, 1))
-            for rows in (1, 4, 16)
-            for draft_len in (0, 2, 8)
-            for _ in range(3)
-        )
-
-    def answer(self, rows: list[Sequence], plan: StepPlan) -> TriedBatch:
-        residents = []
-        for row in rows:
-            admitted = PrefillRow(row.id, (), 1, Sampling(), (), 0)
-            resident = Resident(admitted, self.acceptance, 0, LENGTH, 0, tokens_left=10_000)
-            resident.begin(plan.draft_len)
-            for _ in range(plan.steps):
-                resident.step(plan.draft_len, self.rng, vocab_size=100)
-            residents.append(resident)
-        results = tuple(one.result(plan.steps) for one in residents)
-        batch = batch_of(rows, plan.draft_len, plan.steps)
-        one = self.times(batch)
-        draft_s, verify_s = plan.steps * one.draft_s, plan.steps * one.verify_s
-        times = StepTimes(0.0, draft_s, verify_s, draft_s + verify_s)
-        return batch, StepResult(1, "r", results, plan.steps, times)
-
-    def turn(
-        self,
-        policy: DraftPolicy,
-        rows: list[Sequence],
-        batches: int,
-        steps_most: int = 1,
-        round_trip_s: float | None = None,
-    ) -> tuple[float, int]:
-        """Time and tokens of so many batches of these rows."""
-        seconds, tokens = 0.0, 0
-        for _ in range(batches):
-            batch, result = self.answer(rows, policy.plan("r", rows, steps_most))
-            policy.observe(batch, result, answers(rows, result), round_trip_s)
-            seconds += result.times.total_s
-            tokens += sum(len(row.tokens) for row in result.rows)
-        return seconds, tokens
-
-
-def batch_of(rows: list[Sequence], draft_len: int, steps: int) -> Batch:
-    step_rows = tuple(StepRow(row.id, LENGTH, draft_len, 99) for row in rows)
-    return Batch(1, "r", BatchKind.SPECULATE, (), step_rows, draft_len, steps)
-
-
-def answers(rows: list[Sequence], result: StepResult) -> list[Answer]:
-    return list(zip(rows, result.rows, strict=True))
-
-
-def rows_of(count: int, draft_len: int | None = None) -> list[Sequence]:
-    prompt = (1,) * LENGTH
-    return [Sequence(Request(str(i), prompt, 10_000, draft_len=draft_len), i) for i in range(count)]
-
-
-def policy_for(
-    pair: Pair | None,
-    tried: tuple[TriedBatch, ...] = (),
-    spec: dict[str, int | None] | None = None,
-    **settings: int | None,
-) -> DraftPolicy:
-    """A policy that knows the pair's times, or nothing, and what else the replica says."""
-    policy = DraftPolicy(SchedulerConfig(**{"rows_max": 8, **settings}))
-    trials = (*(pair.trials() if pair else ()), *tried)
-    policy.joined("r", ReplicaSpec(1000, 16, 10_000, 100, trials=trials, **(spec or {})))
-    return policy
-
-
-CHEAP = LinearCost(1e-3, 1e-5, 1e-8)
-TARGET = LinearCost(10e-3, 3e-4, 1e-7)
+from scheduler.messages import ReplicaSpec
+from scheduler.state.sequence import Sequence
+from tests.scheduler.draft_length.pair import CHEAP, TARGET, Pair, answers, policy_for, rows_of
 
 
 def reached(pair: Pair, policy: DraftPolicy, rows: list[Sequence], goodputs: list[float]) -> float:
@@ -174,28 +80,6 @@ def test_a_slow_first_run_bans_no_draft_length(times: float, acceptance: float) 
     assert reached(pair, policy, rows, goodputs) >= 0.95 * max(goodputs)
 
 
-@pytest.mark.parametrize("acceptance", [0.0, 0.5, 0.9])
-def test_probes_try_other_lengths_again_and_cost_their_share(acceptance: float) -> None:
-    pair = Pair(CHEAP, TARGET, acceptance)
-    policy = policy_for(pair)
-    rows = rows_of(8)
-    pair.turn(policy, rows, 200)
-    best = max(pair.goodput(8, draft_len) for draft_len in range(9))
-    tried: set[int] = set()
-    spent_s = lost_s = 0.0
-    for _ in range(2000):
-        plan = policy.plan("r", rows, 1)
-        batch, result = pair.answer(rows, plan)
-        policy.observe(batch, result, answers(rows, result), None)
-        step_s = pair.step_s(8, plan.draft_len)
-        spent_s += step_s
-        if plan.draft_len != policy.estimates("r").draft_len:
-            tried.add(plan.draft_len)
-            lost_s += step_s - step_s * pair.goodput(8, plan.draft_len) / best
-    assert len(tried) > 1 or (tried == {1} and policy.estimates("r").draft_len == 0)
-    assert lost_s <= (PROBE_SHARE + 0.002) * spent_s + PROBE_SAVED * pair.step_s(8, 0)
-
-
 def test_a_request_that_pins_a_long_draft_does_not_hide_that_drafting_pays_again() -> None:
     pair = Pair(CHEAP, TARGET, acceptance=0.0)
     policy = policy_for(pair)
@@ -214,13 +98,6 @@ def test_a_row_that_pins_its_draft_length_has_as_many_steps_per_batch_as_others(
     plan = policy.plan("r", rows_of(1, draft_len=8), 8)
     assert plan.draft_len == 8
     assert plan.steps > 1
-
-
-def prefill(begin: int, count: int, seconds: float) -> TriedBatch:
-    """So many positions behind `begin` others took that long."""
-    rows = (PrefillRow("p", (), 9, Sampling(), (), 999, begin, begin + count),)
-    batch = Batch(2, "r", BatchKind.PREFILL, prefill=rows)
-    return batch, StepResult(2, "r", (), times=StepTimes(prefill_s=seconds))
 
 
 def test_without_a_draft_steps_still_follow_their_times() -> None:
@@ -300,34 +177,82 @@ def test_estimates_tell_what_was_measured() -> None:
     assert found.draft_len < 8
 
 
-def test_a_prefill_chunk_takes_a_steps_time_but_only_where_rows_step() -> None:
-    """And is smaller the more lies before it, once it was seen what that costs; but never smaller
-    than the least, though a step takes less time than that."""
-    pair = Pair(CHEAP, TARGET, acceptance=0.0)
+def test_batches_of_several_steps_tell_as_much_of_a_step_as_single_ones() -> None:
+    pair = Pair(CHEAP, TARGET, acceptance=0.8)
+    policy = policy_for(None)
+    policy.plan("r", rows_of(8), 1)
+    for draft_len in (0, 2, 4, 8) * 6:
+        batch, result = pair.answer(rows_of(8), StepPlan([draft_len] * 8, 4))
+        policy.observe(batch, result, answers(rows_of(8), result), None)
+    rows = rows_of(8)
+    draft_len = policy.plan("r", rows, 1).draft_len
+    found = policy.estimates("r")
+    assert found.step_s == pytest.approx(pair.step_s(8, found.draft_len), rel=0.1)
+    best = max(range(9), key=lambda k: pair.goodput(8, k))
+    assert pair.goodput(8, found.draft_len) > 0.93 * pair.goodput(8, best), draft_len
 
-    def tried(truth: LinearCost) -> DraftPolicy:
-        """Of a replica that has tried steps and prefills."""
-        prefills = tuple(prefill(0, tokens, truth(tokens, 0)) for tokens in (16, 64, 256))
-        policy = policy_for(pair, prefills, draft_len=0)
-        pair.turn(policy, rows_of(8), 1)
-        return policy
 
-    for token_s in (1.1e-3, 1.2e-3, 1.3e-3):
-        assert pair.step_s(8, 0) < token_s * PREFILL_TOKENS_LEAST
-        slow = tried(LinearCost(0.0, token_s))
-        assert slow.prefill_tokens("r", 8, 2048) == PREFILL_TOKENS_LEAST
-    truth = LinearCost(1e-3, 1e-4, 1e-8)
+def test_of_what_is_drafted_a_row_gets_no_more_than_it_may_commit_before_the_last_token() -> None:
+    for left in range(1, 7):
+        (row,) = rows_of(1)
+        row.length = row.length_max - left
+        assert row_draft_len(row, 4) == min(4, left - 1)
+    for own in range(7):
+        assert row_draft_len(rows_of(1, draft_len=own)[0], 4) == min(own, 4)
+
+
+@pytest.mark.parametrize("round_trips", [(5e-3, 0.9e-3), (0.9e-3, 5e-3)])
+def test_of_round_trips_the_shortest_lately_counts(round_trips: tuple[float, float]) -> None:
+    """One that is longer by chance moves it little; one that is shorter at once."""
+    pair = Pair(CHEAP, LinearCost(10e-3), acceptance=0.0)
     policy = policy_for(pair, draft_len=0)
-    assert policy.prefill_tokens("r", 4, 2048) == 2048, "as long as nothing is known"
-    policy = tried(truth)
-    first = policy.prefill_tokens("r", 8, 2048)
-    assert truth(first, 0) == pytest.approx(pair.step_s(8, 0), rel=0.1)
-    wider = policy.prefill_tokens("r", 2, 2048)
-    assert truth(wider, 0) == pytest.approx(4 * pair.step_s(8, 0), rel=0.1), "a quarter full"
-    assert policy.prefill_tokens("r", 8, 50) == 50
-    assert policy.prefill_tokens("r", 0, 2048) == 2048
-    for begin in (first, 4000, 9000):
-        policy.observe(*prefill(begin, 64, truth(64, 64 * begin)), [], None)
-    deep = policy.prefill_tokens("r", 8, 2048, begin=9000)
-    assert truth(deep, 9000 * deep) == pytest.approx(pair.step_s(8, 0), rel=0.1)
-    assert deep < 0.8 * first
+    rows = rows_of(2)
+    for round_trip_s in round_trips:
+        batch, result = pair.answer(rows, policy.plan("r", rows, 1))
+        policy.observe(batch, result, [], round_trip_s)
+    steps = policy.plan("r", rows, 50).steps
+    shortest_s = min(round_trips)
+    longer_s = shortest_s + 0.15 * (round_trips[-1] - shortest_s)
+    step_s = ROUND_TRIP_SHARE * 10e-3
+    assert math.ceil(shortest_s / step_s) <= steps <= math.ceil(longer_s / step_s)
+
+
+def test_a_gap_is_short_once_a_round_trip_is_a_small_part_of_a_step() -> None:
+    for round_trip_s, short in ((0.5 * GAP_SHARE, True), (2 * GAP_SHARE, False)):
+        pair = Pair(CHEAP, LinearCost(1.0), acceptance=0.0)
+        policy = policy_for(pair, draft_len=0)
+        assert not policy.short_gap("r"), "nothing is known"
+        rows = rows_of(2)
+        batch, result = pair.answer(rows, policy.plan("r", rows, 1))
+        policy.observe(batch, result, [], round_trip_s)
+        assert policy.short_gap("r") == short
+
+
+def test_what_is_not_known_is_zero_and_a_replica_begins_with_what_its_trial_showed() -> None:
+    policy = policy_for(None)
+    nothing = policy.estimates("r")
+    assert (nothing.step_s, nothing.draft_len) == (0.0, FALLBACK)
+    assert policy.plan("r", rows_of(2), 3).steps == 3
+    assert policy.plan("r", rows_of(2), 3).draft_lens == [FALLBACK] * 2
+    policy.joined("s", ReplicaSpec(10, 4, 99, 9, acceptance=0.25))
+    assert policy.estimates("s").acceptance_greedy == 0.25
+    assert policy.estimates("s").acceptance_sampled == 0.25
+    policy.lost("s")
+    with pytest.raises(KeyError):
+        policy.estimates("s")
+
+
+@pytest.mark.parametrize("round_trip_s", [0.0, 20e-3, 0.2])
+def test_the_goodput_counts_the_time_in_which_a_replica_waits_for_its_next_batch(
+    round_trip_s: float,
+) -> None:
+    pair = Pair(LinearCost(2e-3), LinearCost(10e-3), acceptance=0.7)
+    policy = policy_for(pair)
+    rows = rows_of(8)
+    pair.turn(policy, rows, 300, round_trip_s=round_trip_s)
+    step_s = [pair.step_s(8, draft_len) for draft_len in range(9)]
+    goodputs = [
+        pair.goodput(8, draft_len) * spent_s / (spent_s + round_trip_s)
+        for draft_len, spent_s in enumerate(step_s)
+    ]
+    assert reached(pair, policy, rows, goodputs) >= 0.97 * max(goodputs)

@@ -59,6 +59,70 @@ def test_a_row_that_breaks_every_batch_fails_alone() -> None:
     assert all(finish.reason is FinishReason.LENGTH for finish in others)
 
 
+@pytest.mark.parametrize("count", [2, 5, 8])
+def test_rows_of_a_failed_batch_run_in_batches_of_half_as_many_wherever_they_go(count: int) -> None:
+    """Also on a replica that no batch has failed on, and in another pool."""
+    hand = crowd(count)
+    hand.fail(hand.in_flight()[0])
+    hand.join("s")
+    hand.drain("r")
+    half = count // 2
+    assert {hand.records[f"q{index}"].rows_limit for index in range(count)} == {half}
+    for _ in range(60):
+        for batch in hand.in_flight("s"):
+            assert len(rows_of(batch)) <= half or not hand.scheduler.pool.replicas["s"].quarantined
+        hand.work(1, "r", "s")
+    assert not hand.waiting()
+    after = Hand(rows_max=count)
+    move(hand, after, dict.fromkeys((f"q{index}" for index in range(count)), 100))
+    moved = [one for one in after.sequences() if one.quarantined]
+    assert all(one.record.rows_limit == half for one in moved)
+
+
+def test_rows_in_quarantine_and_those_between_them_take_single_steps() -> None:
+    """So each batch shows at once whether the replica works, and for which row."""
+    hand = Hand(rows_max=4, draft_len=0, steps_per_batch_max=4)
+    hand.join()
+    for index in range(4):
+        hand.submit(f"q{index}", max_new_tokens=200)
+    while [len(batch.rows) for batch in hand.settle()] != [4]:
+        hand.work()
+    hand.work(2)
+    assert hand.in_flight()[0].steps == 4
+    hand.fail(hand.in_flight()[0])
+    singles = 0
+    while any(one.quarantined for one in hand.sequences()) and singles < 9:
+        singles += 1
+        assert [batch.steps for batch in hand.in_flight()] == [1]
+        hand.work()
+    assert 2 <= singles < 9
+
+
+def test_of_a_replica_that_dies_all_rows_run_in_batches_of_the_root_of_their_number() -> None:
+    """After a second death alone."""
+    hand = Hand(rows_max=16, draft_len=0, steps_per_batch_max=1)
+    hand.join("r0")
+    for index in range(9):
+        hand.submit(f"q{index}", length=4)
+    while [len(batch.rows) for batch in hand.settle("r0")] != [9]:
+        hand.work(1, "r0")
+    hand.lose("r0")
+    assert {record.rows_limit for record in hand.records.values()} == {3}
+    assert {(one.record.failures, one.record.deaths) for one in hand.sequences()} == {(1, 1)}
+    hand.join("r1")
+    (batch,) = hand.in_flight("r1")
+    assert len(rows_of(batch)) == 3
+    hand.lose("r1")
+    again = [hand.records[name] for name in rows_of(batch)]
+    assert [(one.rows_limit, one.deaths, one.kills) for one in again] == [(1, 2, 0)] * 3
+    hand.join("r2")
+    (batch,) = hand.in_flight("r2")
+    assert len(rows_of(batch)) == 1
+    hand.lose("r2")
+    (name,) = rows_of(batch)
+    assert hand.records[name].kills == 1 or hand.finishes[name].reason is FinishReason.FAILED
+
+
 def test_no_row_waits_long_for_a_prefill_that_failed_once() -> None:
     """The rows that run show that steps succeed; a prefill they cannot show."""
     hand = crowd(3)
@@ -117,6 +181,19 @@ def test_a_row_that_failed_alone_goes_to_another_replica_if_one_could_hold_it(
     hand.join("s", context_len=context_len)
     hand.fail(hand.in_flight()[0])
     assert [name for name in "rs" if hand.in_flight(name)] == [goes]
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_it_may_come_back_to_that_replica_once_it_has_gone_on_elsewhere(goes_on: bool) -> None:
+    hand = crowd(1)
+    hand.join("s")
+    hand.fail(hand.in_flight()[0])
+    if goes_on:
+        hand.work(2, "s")
+    hand.join("t")
+    hand.drain("s")
+    hand.work(1, "s")
+    assert [name for name in "rt" if hand.in_flight(name)] == ["r" if goes_on else "t"]
 
 
 @pytest.mark.parametrize("by_batch", [True, False])

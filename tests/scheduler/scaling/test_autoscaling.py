@@ -6,6 +6,7 @@ in tests/integration.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -13,7 +14,14 @@ import pytest
 from hypothesis import given, strategies as st
 
 from scheduler.messages import ReplicaSpec
-from scheduler.scaling import AutoscalingConfig, CapacityMeter, ScalingState, wanted_replicas
+from scheduler.scaling import (
+    AutoscalingConfig,
+    CapacityMeter,
+    ScalingState,
+    unseen,
+    wanted_replicas,
+)
+from scheduler.scaling.autoscaling import DOWN_SHARE, STARTING_MAX
 from scheduler.state import BatchFigures
 from scheduler.status import PoolStatus, ReplicaStatus
 
@@ -163,6 +171,29 @@ def test_the_number_follows_the_load(
     assert found == numbers
 
 
+@given(configs(), loads, st.integers(1, 12))
+def test_a_load_that_lasts_gets_the_replicas_that_serve_it_in_time(
+    config: AutoscalingConfig, load: Load, wanted: int
+) -> None:
+    """As many as commit what is outstanding in drain_s, within the bounds; and keeps those that
+    commit what is committed, with some room."""
+    state, now_s = ScalingState(), 0.0
+    for _ in range(60):
+        wanted, state = load.wanted(config, wanted, state, now_s)
+        now_s += max(config.up_delay_s, config.down_delay_s, 1.0)
+    queue = load.outstanding_tokens / config.drain_s / load.tokens_per_s
+    work = load.committed_per_s / load.tokens_per_s
+    reach = min(config.max_replicas, STARTING_MAX)  # of a status in which none serves
+    assert wanted >= min(reach, math.ceil(queue))
+    enough = math.ceil(max(queue, work) / DOWN_SHARE)
+    assert wanted <= max(enough, config.min_replicas, 1)
+
+
+def test_what_was_not_seen_has_not_lasted() -> None:
+    state = ScalingState(high_since_s=1.0, low_since_s=2.0, live_s=3.0)
+    assert unseen(state, 9.0) == ScalingState(high_since_s=1.0, low_since_s=None, live_s=9.0)
+
+
 # ------------------------------------------------------------------------- the meter
 
 
@@ -193,6 +224,11 @@ Look = tuple[int, float, int, int, int]
         ([(0, 0.0, 0, 0, 0), (0, 2.0, 100, 20, 1), (0, 4.0, 1100, 40, 1)], 500.0),
         # Where requests wait a replica has enough to do, though its batches are small.
         ([(5, 0.0, 0, 0, 0), (5, 2.0, 100, 20, 2)], 50.0),
+        # What looks in short order see adds up to a sample, and then the next one begins.
+        ([(0, 0.4 * n, 80 * n, 4 * n, 8) for n in range(4)], 200.0),
+        ([(0, 0.4 * n, 80 * n, 4 * n, 8) for n in range(3)], 300.0),
+        # Requests must have waited at all its looks.
+        ([(5, 0.0, 0, 0, 0), (0, 0.6, 30, 6, 2), (5, 1.2, 60, 12, 2)], 300.0),
         # A replica that is new or begins again is no sample.
         ([(0, 50.0, 10, 5, 8), (0, 1.0, 10, 5, 8)], 300.0),
     ],
@@ -204,7 +240,7 @@ def test_what_a_replica_commits_is_known_from_enough_work(
     assert meter.look(status(0)) == 300.0
     for waiting, *sums in looks:
         found = meter.look(status(waiting, seen("a", *sums)))
-    assert found == expected
+    assert found == pytest.approx(expected)
 
 
 def test_the_figure_follows_what_is_measured_of_all_replicas() -> None:

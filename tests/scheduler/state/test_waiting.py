@@ -5,10 +5,13 @@ That none is lost or doubled is checked after each event in `tests.sim`.
 
 from __future__ import annotations
 
+import math
 import pickle
 from random import Random
 
-from scheduler.messages import Priority, Request
+from hypothesis import given, strategies as st
+
+from scheduler.messages import FailureRecord, Priority, Request
 from scheduler.state.sequence import Sequence
 from scheduler.state.waiting import WaitingQueue
 
@@ -121,6 +124,80 @@ def test_those_that_lost_their_place_come_first_by_arrival() -> None:
     queue.add(sequence(4, priority=Priority.LOW), first=True)
     queue.add(sequence(2, tenant="x"), first=True)
     assert list(queue) == ["2", "4", "5"]
+
+
+def by_the_rules(sequences: list[Sequence], served: dict[tuple[int, str], int]) -> list[int]:
+    """The order of those that wait, class by class and one at a time."""
+
+    def due_s(one: Sequence) -> float:
+        return min(one.arrived_s + AGE_S, math.inf if one.deadline_s is None else one.deadline_s)
+
+    def aged(one: Sequence) -> tuple[float, int]:
+        return due_s(one) + AGE_S * one.request.priority, one.number
+
+    served, order, left = dict(served), [], list(sequences)
+    for priority in Priority:
+        # Charged in this order though others pass them: the order is that of the class alone.
+        own = [one for one in sequences if one.request.priority == priority]
+        while own:
+            heads = [
+                min(
+                    (one for one in own if one.request.tenant == tenant),
+                    key=lambda one: (due_s(one), one.number),
+                )
+                for tenant in {one.request.tenant for one in own}
+            ]
+            best = min(
+                heads,
+                key=lambda one: (served[priority, one.request.tenant], due_s(one), one.number),
+            )
+            served[priority, best.request.tenant] += best.length_max
+            own.remove(best)
+            lower = [one for one in left if one.request.priority > priority]
+            passing = [one for one in sorted(lower, key=aged) if aged(one)[0] < aged(best)[0]]
+            for one in [*passing, best]:
+                if one in left:
+                    left.remove(one)
+                    order.append(one.number)
+    return order
+
+
+ANY = st.tuples(
+    st.integers(0, 200), st.sampled_from(Priority), st.sampled_from("ab"), st.integers(2, 90)
+)
+
+
+@given(st.lists(st.tuples(ANY, st.none() | st.integers(1, 90)), max_size=9), st.integers(0, 4))
+def test_the_order_is_that_of_the_rules(
+    requests: list[tuple[tuple[int, Priority, str, int], int | None]], places: int
+) -> None:
+    """Also after some were placed, for which their tenants are charged."""
+    left = [
+        sequence(number, float(at), priority, tenant, tokens, timeout_s)
+        for number, ((at, priority, tenant, tokens), timeout_s) in enumerate(requests)
+    ]
+    queue = queue_of(*left)
+    served = {(priority, tenant): 0 for priority in Priority for tenant in "ab"}
+    for _ in range(places):
+        assert [int(name) for name in queue] == by_the_rules(left, served)
+        for one in serve(queue, 1):
+            left.remove(one)
+            served[one.request.priority, one.request.tenant] += one.length_max
+    assert queue.tokens == sum(one.length_max for one in left)
+    assert queue.tokens_left == sum(one.tokens_left for one in left)
+
+
+def test_those_in_quarantine_come_before_all_others_and_are_told_apart() -> None:
+    queue = queue_of(sequence(1, priority=Priority.HIGH))
+    queue.add(sequence(2), first=True)
+    for number in (5, 4):
+        one = sequence(number, priority=Priority.LOW)
+        one.record = FailureRecord(rows_limit=1)
+        queue.add(one)
+    assert list(queue) == ["4", "5", "2", "1"]
+    assert [one.number for one in queue.quarantined()] == [4, 5]
+    assert [one.number for one in serve(queue, 3)] == [4, 5, 2]
+    assert list(queue.quarantined()) == []
 
 
 def test_a_long_life_leaves_nothing_behind() -> None:

@@ -1,0 +1,152 @@
+"""Changes one line of the core at a time and says which changes no test sees.
+
+    python -m tests.mutation --seed 1 --number 60 [--only scheduler/state] [--jobs 2]
+
+It draws places at random, and one change for each, as `changes.py` says; a seed replays them. Each
+change is made in a copy of the tree, whose tests must pass without it. The tests of the changed
+folder run first, then those of what builds on it, until one fails. A test that hangs, or takes all
+memory, has seen the change.
+
+What survives is a property without a test, or a line that nothing needs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+import random
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from importlib.util import cache_from_source
+from pathlib import Path
+from queue import SimpleQueue
+
+from tests.mutation.changes import Site, changed, core_modules, sites
+
+ROOT = Path(__file__).parents[2]
+ONE_TEST_S = 300
+"""A test that takes longer hangs: ten times what the longest takes on a machine that is shared."""
+KINDS = "not (ray or slow or clients)"
+ALL_TESTS_S = 1800
+_OF_THE_CORE = ("sampling", "decoding", "kv_cache", "drafters", "grammars", "cuda")
+MEMORY_BYTES = 8 * 2**30
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.mutation")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--number", type=int, default=60, help="changes to draw")
+    parser.add_argument("--only", default="", help="draw from paths that begin so")
+    parser.add_argument("--jobs", type=int, default=1, choices=(1, 2))
+    args = parser.parse_args()
+    modules = [path for path in core_modules(ROOT) if path.startswith(args.only)]
+    places = [site for path in modules for site in sites(path, (ROOT / path).read_text())]
+    rng = random.Random(args.seed)
+    drawn = [(site, rng.choice(site.texts)) for site in rng.sample(places, args.number)]
+    print(f"{len(drawn)} of {len(places)} places in {len(modules)} modules, seed {args.seed}")
+    with tempfile.TemporaryDirectory(prefix="lockstep-mutation-") as folder:
+        trees: SimpleQueue[Path] = SimpleQueue()
+        for job in range(args.jobs):
+            trees.put(_copied(Path(folder) / str(job)))
+        for floor in {site.path.split("/")[0]: site.path for site, _ in drawn}.values():
+            if failed := _seen(Path(folder) / "0", floor):
+                sys.exit(f"without any change: {failed}")
+        with ThreadPoolExecutor(args.jobs) as pool:
+            verdicts = pool.map(lambda one: _try(trees, *one), drawn)
+            survivors = sum([_told(number, *one) for number, one in enumerate(verdicts, 1)])
+    print(f"seed {args.seed}: found {len(drawn) - survivors} of {len(drawn)}")
+
+
+def _copied(tree: Path) -> Path:
+    """What git knows and what it would add."""
+    listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(listed, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    for name in filter(None, names.split("\0")):
+        if (ROOT / name).is_file():  # one that was deleted is listed still
+            (tree / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, tree / name)
+    return tree
+
+
+def _try(trees: SimpleQueue[Path], site: Site, text: str) -> tuple[str, str, float]:
+    """The change as a diff, what saw it (empty: no test), and the seconds that this took."""
+    tree, began = trees.get(), time.monotonic()
+    file = tree / site.path
+    source = file.read_text()
+    new = changed(source, site, text)
+    lines = [one.splitlines(keepends=True) for one in (source, new)]
+    diff = "".join(difflib.unified_diff(*lines, site.path, site.path, n=2))
+    compiled = Path(cache_from_source(str(file)))
+    try:
+        file.write_text(new)
+        compiled.unlink(missing_ok=True)  # it may be of the same size and second
+        seen = _seen(tree, site.path)
+    finally:
+        file.write_text(source)
+        compiled.unlink(missing_ok=True)
+        trees.put(tree)
+    return diff, seen, time.monotonic() - began
+
+
+def _seen(tree: Path, path: str) -> str:
+    """The first test that fails, in one process with bounds."""
+    options = ["-x", "-q", "--tb=no", "-p", "no:cacheprovider", "--hypothesis-profile", "mutate"]
+    options += ["-o", f"faulthandler_timeout={ONE_TEST_S}", "-m", KINDS]
+    command = [sys.executable, "-m", "pytest", *options, *_tests_of(tree, path)]
+    process = subprocess.Popen(
+        command,
+        cwd=tree,
+        env={**os.environ, "PYTHONPATH": str(tree)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES)),
+    )
+    try:
+        out, _ = process.communicate(timeout=ALL_TESTS_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, 9)
+        process.communicate()
+        return f"a hang: more than {ALL_TESTS_S} s"
+    if process.returncode == 0:
+        return ""
+    if "Timeout (" in out:
+        return f"a hang: a test of more than {ONE_TEST_S} s"
+    failed = [line for line in out.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    return failed[0].split(" - ")[0] if failed else f"exit {process.returncode}: {out[-300:]}"
+
+
+def _tests_of(tree: Path, path: str) -> list[str]:
+    """The tests that belong to a module, the nearest first."""
+    floor, *inner = Path(path).with_suffix("").parts
+    tests = tree / "tests"
+    near = {inner[0], f"test_{inner[0]}.py"}
+    here = [*(tests / floor).glob("test_*.py"), *(tests / floor).glob("[a-z]*/")]
+    beyond = [tests / "sim"]
+    if floor == "replicas":  # the other folders take minutes and run little of the core
+        here = [one for one in here if one.is_file() or one.name in (*near, *_OF_THE_CORE)]
+        beyond = [
+            tests / "oracle" / f"test_{name}.py" for name in ("traps", "decoding", "drafters")
+        ]
+    here.sort(key=lambda one: (one.name not in near, one.is_dir(), one.name))
+    return [one.relative_to(tree).as_posix() for one in [*here, *beyond]]
+
+
+def _told(number: int, diff: str, seen: str, took_s: float) -> bool:
+    """Prints a verdict; returns whether the change survived."""
+    place = diff.splitlines()[0].removeprefix("--- ")
+    print(f"{number:3} {place} {took_s:.0f} s: {seen or 'SURVIVED'}", flush=True)
+    if not seen or os.environ.get("SHOW_ALL"):
+        print(diff, flush=True)
+    return not seen
+
+
+if __name__ == "__main__":
+    main()
