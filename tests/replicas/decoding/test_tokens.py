@@ -7,11 +7,11 @@ import shutil
 from pathlib import Path
 
 import pytest
-from replicas.names import TINY
 
 from replicas.config import ReplicaConfig
 from replicas.decoding import end_of_turn_ids, load_grammars, read_tokens
 from replicas.models.loader import resolve
+from replicas.names import TINY
 
 
 def target(folder: Path, generation: object, config: object) -> ReplicaConfig:
