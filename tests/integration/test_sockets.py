@@ -63,7 +63,8 @@ def name_of(process: psutil.Process, root: int) -> str:
     if process.pid == root:
         return "lockstep"
     if first.startswith("ray::"):
-        return first.split()[0].split(":")[-1]
+        # Behind the name a dot and the method that runs just then.
+        return first.split()[0].split(":")[-1].partition(".")[0]
     scripts = [word for word in others if word.endswith(".py")]
     return Path(scripts[0] if scripts else first).stem
 
