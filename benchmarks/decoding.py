@@ -22,8 +22,8 @@ from benchmarks.shared.oracle import OracleDrafter
 from benchmarks.shared.report import write_json
 from replicas.decoding import load_grammars
 from replicas.grammars import grammar_of
-from replicas.models.load import resolve
-from replicas.models.pair import load_pair
+from replicas.models.loader import resolve
+from replicas.pair import load_pair
 from replicas.replica import Replica
 from scheduler.config import SchedulerConfig
 from scheduler.decoding import Decoding
@@ -74,9 +74,9 @@ class AskingWay(MeasuredWay):
         super().begin([asking(*each, self._way) for each in enumerate(requests)])
 
     def _figures(self, results: Sequence[StepResult]) -> Any:
-        full = [one for one in results if one.steps]
-        most = max(len(one.rows) for one in full)
-        same = [one.times.total_s / one.steps for one in full if len(one.rows) == most]
+        full = [result for result in results if result.steps]
+        most = max(len(result.rows) for result in full)
+        same = [result.times.total_s / result.steps for result in full if len(result.rows) == most]
         self.step_s.append(median(same))
         return super()._figures(results)
 
@@ -87,7 +87,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(resolve(args.target))
-    requests = [one for kind in asked(args, tokenizer).values() for one in kind]
+    requests = [request for kind in asked(args, tokenizer).values() for request in kind]
     config = replica_config(args, {"method": "none"})
     assert config.kv_blocks is not None
     # Each of four ways has its own sequences there.

@@ -29,14 +29,14 @@ from benchmarks.shared.oracle import OracleDrafter, oracle_replica
 from benchmarks.shared.report import write_json
 from cluster.verify import transformers_greedy
 from replicas.config import ReplicaConfig
-from replicas.drafters import Ask, Seen
+from replicas.drafters import DraftRequest, Observation
 from replicas.drafters.suffix import SuffixDrafter
-from replicas.models.load import resolve
+from replicas.models.loader import resolve
 from replicas.replica import Replica
 from replicas.sampling import SamplingBatch
 from replicas.stopwatch import Stopwatch
 from scheduler.config import SchedulerConfig
-from scheduler.messages import Request, SamplingParams
+from scheduler.messages import Request, Sampling
 
 COPYING = ("summarization", "rag")
 """Categories whose answers repeat their prompts."""
@@ -117,23 +117,23 @@ def suffix_alone(contents: Sequence[Sequence[int]], length: int = 10_000) -> dic
         begin = number * 37 % (len(text) - 256)
         drafter.begin("said", [0], "", 0)
         table = torch.zeros((1, 1), dtype=torch.int64)
-        drafter.observe(Seen(["said"], [[0]], [(0, 0)], table, [text[begin : begin + 256]]))
+        drafter.observe(Observation(["said"], [[0]], [(0, 0)], table, [text[begin : begin + 256]]))
         drafter.end("said")
     rows = [f"{row}" for row in range(8)]
     table = torch.zeros((8, 1), dtype=torch.int64)
     content = text[:length]
     for row in rows:
         drafter.begin(row, content, "", 0)
-    sampling = SamplingBatch.of([SamplingParams()] * 8, device)
+    sampling = SamplingBatch.of([Sampling()] * 8, device)
     watch = Stopwatch(device)
     steps = 400
     begun = perf_counter()
     for step in range(steps):
-        ask = Ask(rows, [content] * 8, [8] * 8, sampling, table)
-        drafter.propose(ask, watch)
+        request = DraftRequest(rows, [content] * 8, [8] * 8, sampling, table)
+        drafter.propose(request, watch)
         at = length + 2 * step
         new = [text[at : at + 2]] * 8
-        drafter.observe(Seen(rows, [content] * 8, [(0, 0)] * 8, table, new, [8] * 8))
+        drafter.observe(Observation(rows, [content] * 8, [(0, 0)] * 8, table, new, [8] * 8))
     spent_s = perf_counter() - begun
     return {"suffix_us": 1e6 * spent_s / steps / 8}
 
@@ -160,8 +160,8 @@ def main() -> None:
         args.references = 0  # transformers draws other noise
         for requests in kinds.values():
             requests[:] = [
-                replace(one, sampling=SamplingParams(temperature=0.7, top_p=0.95, seed=number))
-                for number, one in enumerate(requests)
+                replace(request, sampling=Sampling(temperature=0.7, top_p=0.95, seed=number))
+                for number, request in enumerate(requests)
             ]
     oracle: OracleDrafter | None = None
     suffix = replica_config(args, {"method": "suffix"})
@@ -191,40 +191,41 @@ def main() -> None:
                 pairs = zip(some, expected, strict=True)
                 oracle.learn([[*request.prompt, *tokens] for request, tokens in pairs])
             contenders = side_by_side(ways, some, args.rounds, expected)
-            by_name = {one.name: one for one in contenders}
+            by_name = {contender.name: contender for contender in contenders}
             for name in list(ways)[1:]:
                 compared = ratio(contenders, name, PLAIN)
-                way, one = ways[name].figures, by_name[name]
+                way, contender = ways[name].figures, by_name[name]
                 row = {
                     "kind": kind,
                     "batch": batch,
                     "way": name,
                     "over_plain": compared,
-                    "tokens_per_s": one.speed,
+                    "tokens_per_s": contender.speed,
                     "plain_tokens_per_s": by_name[PLAIN].speed,
                     "committed_per_step": way.committed_per_step,
                     "acceptance": way.acceptance,
                     "overhead": way.overhead,
-                    "identical": one.identical,
-                    "prompts": one.prompts,
+                    "identical": contender.identical,
+                    "prompts": contender.prompts,
                 }
                 figures["ratios"].append(row)
                 print(
                     f"{kind}, batch {batch}, {name}: {compared:.2f} of plain"
-                    f" ({one.speed:.1f} tokens/s), {way.committed_per_step:.2f} tokens a step,"
+                    f" ({contender.speed:.1f} tokens/s),"
+                    f" {way.committed_per_step:.2f} tokens a step,"
                     f" {way.overhead:.1%} outside forward passes,"
-                    f" identical {one.identical} of {one.prompts}",
+                    f" identical {contender.identical} of {contender.prompts}",
                     flush=True,
                 )
-    few = [one for requests in kinds.values() for one in requests[: args.references]]
+    few = [request for requests in kinds.values() for request in requests[: args.references]]
     if few:
         config = SchedulerConfig(rows_max=8, draft_len=None)
         drafted = FreshWay(replicas["suffix, k chosen"], config)(few)
         plainly = transformers_greedy(suffix, few, few[0].stop_token_ids)
-        same = sum(one == other for one, other in zip(plainly, drafted, strict=True))
+        same = sum(output == other for output, other in zip(plainly, drafted, strict=True))
         figures["identical to generate"] = [same, len(few)]
         print(f"identical to transformers' generate: {same} of {len(few)}")
-    figures |= suffix_alone([*outputs, *(one.prompt for one in few)])
+    figures |= suffix_alone([*outputs, *(request.prompt for request in few)])
     print(f"suffix alone: {figures['suffix_us']:.1f} us per row and step at 10,000 tokens")
     write_json(args.json, figures)
 

@@ -27,16 +27,16 @@ from benchmarks.drafters import asked, question_parser, replica_config
 from benchmarks.shared.oracle import OracleDrafter
 from cluster.local.engine import LocalEngine
 from cluster.verify import transformers_greedy
-from replicas.drafters.eagle3.planted import planted_head, planted_tensors
+from replicas.drafters.eagle3.planted_head import planted_head, planted_tensors
 from replicas.grammars import grammar_of
-from replicas.models.load import resolve
-from replicas.models.pair import load_pair
+from replicas.models.loader import resolve
+from replicas.pair import load_pair
 from replicas.replica import Replica
 from scheduler.config import SchedulerConfig
 from scheduler.decoding import Decoding
-from scheduler.messages import Request, SamplingParams
+from scheduler.messages import Request, Sampling
 
-SAMPLED = SamplingParams(temperature=0.7, top_p=0.95)
+SAMPLED = Sampling(temperature=0.7, top_p=0.95)
 SCHEMAS: tuple[dict[str, Any], ...] = (
     {"enum": ["yes", "no", "it depends"]},
     {"type": "array", "items": {"type": "string", "maxLength": 24}, "maxItems": 3},
@@ -81,7 +81,7 @@ def in_json(request: Request, number: int) -> Decoding:
 
 def documents_of(outputs: Sequence[Sequence[int]], tokenizer: Any) -> dict[str, int]:
     """How many came to their end, and how many of those are as their schemas say."""
-    ended = [number for number, one in enumerate(outputs) if one[-1] == tokenizer.eos_token_id]
+    ended = [number for number, ids in enumerate(outputs) if ids[-1] == tokenizer.eos_token_id]
     valid = 0
     for number in ended:
         document = json.loads(tokenizer.decode(outputs[number], skip_special_tokens=True))

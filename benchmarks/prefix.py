@@ -24,8 +24,8 @@ from cluster.bench.arrivals import Closed, Extent, drive
 from cluster.bench.engine import over_engine
 from cluster.bench.figures import summarise
 from cluster.local.engine import LocalEngine
-from replicas.models.load import resolve
-from replicas.models.pair import load_pair
+from replicas.models.loader import resolve
+from replicas.pair import load_pair
 from replicas.replica import Replica
 from scheduler.config import SchedulerConfig
 from scheduler.messages import Request
@@ -88,12 +88,12 @@ def main() -> None:
         for number in range(args.rounds)
         for replica in replicas[:: 1 if number % 2 else -1]
     ]
-    rounds = [one for one, _ in served]
+    rounds = [figures for figures, _ in served]
     same = all(outputs == served[0][1] for _, outputs in served)
     rows = []
     for sharing in (False, True):
-        mine = [one for one in rounds if one["sharing"] == sharing]
-        typical = {name: median(one[name] for one in mine) for name in mine[0]}
+        mine = [figures for figures in rounds if figures["sharing"] == sharing]
+        typical = {name: median(figures[name] for figures in mine) for name in mine[0]}
         first_ms = [1e3 * typical[f"first_token_{part}_s"] for part in ("p50", "p95")]
         counts = [mine[0]["prefill_tokens"], mine[0]["reused_tokens"]]
         rows.append(["on" if sharing else "off", typical["tokens_per_s"], *first_ms, *counts])

@@ -135,9 +135,8 @@ class Load:
         while self._live < live:
             # In the midst of things those that are there are half done, on average.
             self.submit(self._rng.randint(1, 200))
-        while sum(one.residents for one in self._scheduler.snapshot().replicas) < 0.98 * min(
-            live, self._residents_most
-        ):
+        enough = 0.98 * min(live, self._residents_most)
+        while sum(view.residents for view in self._scheduler.snapshot().replicas) < enough:
             for _ in range(max(replicas, 100)):
                 self.answer()
             self.refill()
@@ -226,16 +225,16 @@ def measure(live: int, replicas: int, batches: int) -> Cost:
         live=live,
         replicas=replicas,
         rows=round(load.rows / load.answered, 2),
-        batch_us=_rounds(rounds, lambda one: fmean(one.batches)),
-        batch_p99_us=_rounds(rounds, lambda one: sorted(one.batches)[int(0.99 * batches)]),
-        submit_us=_rounds(rounds, lambda one: fmean(one.submits)),
-        cancel_us=_rounds(rounds, lambda one: fmean(one.cancels)),
-        tick_us=_rounds(rounds, lambda one: fmean(one.ticks)),
+        batch_us=_rounds(rounds, lambda times: fmean(times.batches)),
+        batch_p99_us=_rounds(rounds, lambda times: sorted(times.batches)[int(0.99 * batches)]),
+        submit_us=_rounds(rounds, lambda times: fmean(times.submits)),
+        cancel_us=_rounds(rounds, lambda times: fmean(times.cancels)),
+        tick_us=_rounds(rounds, lambda times: fmean(times.ticks)),
     )
 
 
 def _rounds(rounds: list[Times], figure: Callable[[Times], float]) -> Rounds:
-    return Rounds.of([1e6 * figure(one) for one in rounds])
+    return Rounds.of([1e6 * figure(times) for times in rounds])
 
 
 def probe_us() -> float:
@@ -276,7 +275,7 @@ _FIGURES = ("batch", "batch, p99", "submit", "cancel", "tick")
 
 def _cells(cost: Cost) -> list[str]:
     rounds = (cost.batch_us, cost.batch_p99_us, cost.submit_us, cost.cancel_us, cost.tick_us)
-    return [f"{one.least:.0f} / {one.median:.0f}" for one in rounds]
+    return [f"{figures.least:.0f} / {figures.median:.0f}" for figures in rounds]
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from cluster.local.engine import NO_QUEUE_LIMITS, LocalEngine, Output
 from replicas.config import ReplicaConfig
 from scheduler.config import SchedulerConfig
 from scheduler.errors import InvalidRequest
-from scheduler.messages import Request, SamplingParams
+from scheduler.messages import Request, Sampling
 from scheduler.validation import blocks_needed, check_request
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def verify(
     prompts: Sequence[str],
     replica_config: ReplicaConfig,
     scheduler_config: SchedulerConfig,
-    sampling: SamplingParams,
+    sampling: Sampling,
     max_new_tokens: int,
     progress: Progress | None = None,
 ) -> VerifyReport:
@@ -214,7 +214,7 @@ def transformers_model(config: ReplicaConfig, name: str, role: str = "target") -
     PairRefused."""
     import torch
 
-    from replicas.models.load import dtype_name, read_model, resolve, resolve_device
+    from replicas.models.loader import dtype_name, read_model, resolve, resolve_device
 
     path = resolve(name, role, dtype_name(config))
     model: Any = read_model(path, config, role)

@@ -18,7 +18,7 @@ from scheduler.messages import (
     BatchKind,
     PrefillRow,
     ReplicaSpec,
-    SamplingParams,
+    Sampling,
     StepResult,
     StepRow,
     TriedBatch,
@@ -37,7 +37,7 @@ CHUNKS = (16, 64, 256)
 PREFILLS = 2
 """Timed prefills of each kind, likewise."""
 RIGHT_ROWS, RIGHT_STEPS = 4, 32
-"""Of the trial that shows how often a drafter with taps is right."""
+"""Of the trial that shows how often a drafter that sees hidden states is right."""
 RIGHT_LEAST = 0.05
 """Share of first draft tokens that even a poor one gets right; one that sees the wrong hidden
 states of its target, or has another target's weights, does not."""
@@ -69,18 +69,18 @@ def calibrate(
 
 
 def calibrated(
-    replica: Trial, rows_max: int, draft_len_max: int, taps: Sequence[int]
+    replica: Trial, rows_max: int, draft_len_max: int, aux_layers: Sequence[int]
 ) -> ReplicaSpec:
-    """The replica's spec with what trials have found; warns of one with taps that is hardly ever
-    right."""
+    """The replica's spec with what trials have found; warns of a drafter on hidden states that is
+    hardly ever right."""
     spec = replace(replica.spec, trials=calibrate(replica, rows_max, draft_len_max))
-    if not taps or min(spec.draft_len_max, draft_len_max) == 0:
+    if not aux_layers or min(spec.draft_len_max, draft_len_max) == 0:
         return spec
     share = first_right(replica, min(rows_max, RIGHT_ROWS))
     spec = replace(spec, acceptance=share)
     if share is None or share >= RIGHT_LEAST:
         return spec
-    warning = f"only {share:.1%} of first draft tokens right at load: the wrong weights or taps?"
+    warning = f"only {share:.1%} of first draft tokens right at load: the wrong weights or layers?"
     _log.warning("%s: %s", spec.draft, warning)
     return replace(spec, drafter=f"{spec.drafter}, {warning}")
 
@@ -118,7 +118,7 @@ def _tried(
     blocks = -(-(len(contents[0]) + left) // replica.spec.block_size)
     begun = []
     for row, content in enumerate(contents):
-        sampling = SamplingParams(temperature=temperature, seed=row)
+        sampling = Sampling(temperature=temperature, seed=row)
         # With a salt of its own none finds the prefix of another.
         salt = uuid4().hex
         begun.append(PrefillRow(f"trial {row}", content, left, sampling, (), blocks, salt=salt))
@@ -128,7 +128,7 @@ def _tried(
         done = [(batch, replica.step(batch))]
         for draft_len in draft_lens:
             ordered = sorted(lengths, key=lengths.__getitem__)
-            rows = tuple(StepRow(one, lengths[one], draft_len, blocks) for one in ordered)
+            rows = tuple(StepRow(id, lengths[id], draft_len, blocks) for id in ordered)
             batch = Batch(0, "", BatchKind.SPECULATE, rows=rows, draft_len=draft_len)
             done.append((batch, replica.step(batch)))
             for result in done[-1][1].rows:
@@ -148,7 +148,7 @@ def _prefills(replica: Trial) -> list[TriedBatch]:
             break
         tried = [_tried(replica, [content], 1)[0] for _ in range(PREFILLS + 1)]
         found += tried[1:]
-        if len(found) > PREFILLS and min(one.times.total_s for _, one in tried) > CHUNK_S_MAX:
+        if len(found) > PREFILLS and min(result.times.total_s for _, result in tried) > CHUNK_S_MAX:
             break
     return found
 

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, field_validator, model_validator
 
-from replicas.models.names import DEMO, TINY, demo_target
-from replicas.models.shapes import is_planted, parse_planted
+from replicas.names import DEMO, TINY, demo_target, is_planted, parse_planted
 from scheduler.config import DRAFT_LEN_MAX
 
 if TYPE_CHECKING:

@@ -19,8 +19,8 @@ from operator import eq
 import torch
 
 from replicas.decoding import DecodingRows
-from replicas.drafters import Ask, Drafter, Proposal, Seen
-from replicas.models.paged_model import Layout, Model, Wants
+from replicas.drafters import Drafter, DraftRequest, Observation, Proposal
+from replicas.models.paged_model import BatchLayout, ForwardOptions, Model
 from replicas.sampling import SamplingBatch, choose
 from replicas.stopwatch import Stopwatch
 from scheduler.messages import RowFailure
@@ -49,7 +49,7 @@ class Outcome:
 def step(
     target: Model,
     drafter: Drafter | None,
-    rows: Ask,  # without noise
+    rows: DraftRequest,  # without noise
     hooks: DecodingRows | None,
     watch: Stopwatch,
 ) -> Outcome:
@@ -72,21 +72,21 @@ def step(
     else:
         ranges = [(start, start + width) for start, width in zip(starts, widths, strict=True)]
         window = target.backend.ranges_layout(rows.table, ranges)
-    chosen, taps = _verify(target, drafter, rows, hooks, proposal, tokens, window, widths, watch)
+    chosen, hidden = _verify(target, drafter, rows, hooks, proposal, tokens, window, widths, watch)
     outcome = _outcome(rows, proposal, chosen, absent, hooks)
     left_out = outcome.absent | outcome.failures.keys()
     if drafter is not None and len(left_out) < len(rows.ids):
-        seen = _seen(rows, outcome, own, widths, taps, left_out)
-        if drafter.taps:  # work for the device, once per step and by its tokens, as the check is
+        observed = _observation(rows, outcome, own, widths, hidden, left_out)
+        if drafter.aux_layers:  # work for the device, once per step, as the check is
             with watch.section("verify"):
-                drafter.observe(seen)
+                drafter.observe(observed)
         else:
-            drafter.observe(seen)
+            drafter.observe(observed)
     return outcome
 
 
 def _propose(
-    drafter: Drafter | None, rows: Ask, hooks: DecodingRows | None, watch: Stopwatch
+    drafter: Drafter | None, rows: DraftRequest, hooks: DecodingRows | None, watch: Stopwatch
 ) -> tuple[Proposal, Sequence[int], set[int]]:
     """Drafts of the rows' own lengths, as wide as the longest; with how many tokens of the drafter
     each of them begins; and the rows that take no part in the step."""
@@ -111,7 +111,7 @@ def _propose(
     return Proposal.of(drafts, rows.table.device), own, absent
 
 
-def _widths(rows: Ask, proposal: Proposal) -> list[int]:
+def _widths(rows: DraftRequest, proposal: Proposal) -> list[int]:
     """Tokens of each row in the check: all of its own, or as many as the widest row has."""
     widths = [length + 1 for length in proposal.lens]
     widest = max(widths)
@@ -139,37 +139,37 @@ def _adjust(
 def _verify(
     target: Model,
     drafter: Drafter | None,
-    rows: Ask,
+    rows: DraftRequest,
     hooks: DecodingRows | None,
     proposal: Proposal,
     tokens: torch.Tensor,  # [rows, 1 + k], int64
-    window: Layout,
+    window: BatchLayout,
     widths: Sequence[int],
     watch: Stopwatch,
 ) -> tuple[list[list[int]], list[torch.Tensor]]:
     """The target's choice after each token, _NO_TOKEN where it saw none or its logits are no
-    numbers; and the hidden states that the drafter taps."""
+    numbers; and the hidden states after the drafter's `aux_layers`."""
     sampling, noise, inside = rows.sampling, rows.noise, None
-    checked = tokens
+    to_verify = tokens
     if min(widths) < tokens.shape[1]:  # each token is a row of its own
         inside = torch.arange(tokens.shape[1]) < torch.tensor(widths)[:, None]
         of_row, column = inside.nonzero(as_tuple=True)
-        checked = tokens[inside][:, None]
+        to_verify = tokens[inside][:, None]
         sampling = sampling.take(of_row)
         noise = None if noise is None else noise.take(of_row, column)
     elif noise is not None:
         noise = noise.columns(0, tokens.shape[1])
-    wants = Wants(taps=() if drafter is None else drafter.taps)
+    options = ForwardOptions(aux_layers=() if drafter is None else drafter.aux_layers)
     with watch.section("verify"):
-        out = target.forward(checked.reshape(-1), window, wants)
+        out = target.forward(to_verify.reshape(-1), window, options)
     assert out.logits is not None
     if hooks is not None:
         _adjust(hooks, proposal, widths, out.logits)
-    logits = out.logits.view(*checked.shape, -1)
+    logits = out.logits.view(*to_verify.shape, -1)
     chosen = of_numbers(choose(logits, sampling, noise), logits, sampling)
     if inside is not None:
         chosen = torch.full_like(tokens, _NO_TOKEN).masked_scatter_(inside, chosen)
-    return chosen.tolist(), out.taps
+    return chosen.tolist(), out.aux_hidden_states
 
 
 def of_numbers(
@@ -192,7 +192,7 @@ def of_numbers(
 
 
 def _outcome(
-    rows: Ask,
+    rows: DraftRequest,
     proposal: Proposal,
     chosen: Sequence[Sequence[int]],
     absent: set[int],
@@ -222,14 +222,14 @@ def _outcome(
     return outcome
 
 
-def _seen(
-    rows: Ask,
+def _observation(
+    rows: DraftRequest,
     outcome: Outcome,
     own: Sequence[int],
     widths: Sequence[int],
-    taps: list[torch.Tensor],  # each [tokens of the check, hidden]
+    hidden: list[torch.Tensor],  # each [tokens of the check, hidden]
     left_out: Set[int],
-) -> Seen:
+) -> Observation:
     """Of the rows that go on from here, all but those that are left out."""
     on = [row for row in range(len(rows.ids)) if row not in left_out]
     table = rows.table
@@ -238,17 +238,17 @@ def _seen(
     ranges = [
         (len(rows.contents[row]) - 1, len(rows.contents[row]) + outcome.accepted[row]) for row in on
     ]
-    if taps:
-        kept = _kept(outcome.accepted, widths, left_out).to(taps[0].device)
-        taps = [tap.index_select(0, kept) for tap in taps]
-    return Seen(
+    if hidden:
+        kept = _kept(outcome.accepted, widths, left_out).to(hidden[0].device)
+        hidden = [states.index_select(0, kept) for states in hidden]
+    return Observation(
         [rows.ids[row] for row in on],
         [rows.contents[row] for row in on],
         ranges,
         table,
         [outcome.committed[row] for row in on],
         [own[row] for row in on],
-        taps,
+        hidden,
     )
 
 

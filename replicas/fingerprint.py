@@ -9,7 +9,7 @@ import torch
 
 from replicas.config import ReplicaConfig
 from replicas.models.build import trial_logits
-from replicas.models.load import dtype_name
+from replicas.models.loader import dtype_name
 from replicas.models.paged_model import PagedModel
 
 
@@ -30,7 +30,7 @@ def fingerprint(target: PagedModel, config: ReplicaConfig) -> str:
     for name, weight in chain(model.named_parameters(), model.named_buffers()):
         bits = _bytes(weight)
         whole = bits[: len(bits) // 8 * 8].view(torch.int64)
-        sums = tuple(int(one.sum()) for one in (whole, whole[::7], bits[8 * len(whole) :]))
+        sums = tuple(int(part.sum()) for part in (whole, whole[::7], bits[8 * len(whole) :]))
         digest.update(repr((name, tuple(weight.shape), sums)).encode())
     if arithmetic.proven:
         digest.update(_bytes(trial_logits(target)).cpu().numpy().tobytes())

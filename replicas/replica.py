@@ -17,16 +17,16 @@ from replicas.calibration import calibrated, probe
 from replicas.config import ReplicaConfig
 from replicas.cuda import GraphedModel, buckets
 from replicas.decoding import DecodingRows, RowState, load_grammars
-from replicas.drafters import Ask, Drafter, Seen
+from replicas.drafters import Drafter, DraftRequest, Observation
 from replicas.eqspec import step
 from replicas.fingerprint import fingerprint
 from replicas.grammars import Grammars
 from replicas.kv_cache import BlockAllocator, OutOfBlocks, TokenRange
 from replicas.memory import MemoryPlan, check_memory, measured_passes, plan_memory
 from replicas.models.build import build
-from replicas.models.load import resolve_device
-from replicas.models.paged_model import Model, Output, Wants, fill
-from replicas.models.pair import Pair, load_pair, read_pair
+from replicas.models.loader import resolve_device
+from replicas.models.paged_model import ForwardOptions, Model, Output, prefill
+from replicas.pair import Pair, load_pair, read_pair
 from replicas.residents import Resident, Residents, Tally
 from replicas.sampling import SamplingBatch
 from replicas.stopwatch import Stopwatch
@@ -84,7 +84,7 @@ class Replica:
         if config.fixed_shapes(pair.device):
             most = plan.work.draft_len
             widths = [1 + k for k in (0, *buckets(most))] if most else [1]
-            self.target = GraphedModel(target, plan.work.rows, widths, self.taps)
+            self.target = GraphedModel(target, plan.work.rows, widths, self.aux_layers)
         self.broken: Exception | None = None
         """One device breaks with its process."""
         self.grammars: Grammars | None = None
@@ -117,7 +117,7 @@ class Replica:
         replica = cls(load_pair(config, pair), config)
         replica.grammars = load_grammars(config, replica.spec.embedding_size)
         if config.calibrate:
-            replica.spec = calibrated(replica, *replica.planned, replica.taps)
+            replica.spec = calibrated(replica, *replica.planned, replica.aux_layers)
         return replica
 
     @torch.inference_mode()
@@ -147,9 +147,9 @@ class Replica:
         return self._work.rows, self._work.draft_len
 
     @property
-    def taps(self) -> tuple[int, ...]:
-        """Hidden states of the target that the drafter wants to see."""
-        return () if self.drafter is None else self.drafter.taps
+    def aux_layers(self) -> tuple[int, ...]:
+        """Layers of the target whose hidden states the drafter wants to see."""
+        return () if self.drafter is None else self.drafter.aux_layers
 
     @property
     def residents(self) -> tuple[str, ...]:
@@ -172,7 +172,7 @@ class Replica:
         self.blocks.grow(name, len(content))
         try:
             table = self.blocks.table([name], self._device)
-            fill(self.target, [content], [(0, last)], table, self._work.pass_tokens)
+            prefill(self.target, [content], [(0, last)], table, self._work.pass_tokens)
             layout = self.target.backend.step_layout(table, [last], 1).window(0, 1)
             tokens = torch.tensor(content[-1:], device=self._device)
             logits = self.target.forward(tokens, layout).logits
@@ -188,7 +188,7 @@ class Replica:
         watch = Stopwatch(self._device)
         least = PREFIX_GAIN_TOKENS[self._device.type]
         begins: dict[str, int] = {}
-        told: dict[str, list[TokenLogprobs]] = {}
+        extras: dict[str, list[TokenLogprobs]] = {}
         try:
             for rows in self._residents.waves(batch.prefill, least):
                 ids = [row.sequence_id for row in rows]
@@ -196,13 +196,13 @@ class Replica:
                 for sequence_id in ids:
                     self._row_state(sequence_id)  # its grammar is compiled meanwhile
                 with watch.section("prefill"):
-                    self._fill(ids, ranges, told)
+                    self._fill_cache(ids, ranges, extras)
                 if self._device.type == "cuda":
                     torch.cuda.synchronize(self._device)
                 for sequence_id, (begin, end) in zip(ids, ranges, strict=True):
                     begins[sequence_id] = begin
                     resident = self._residents[sequence_id]
-                    resident.to_fill = len(resident.content) - 1 - end
+                    resident.to_prefill = len(resident.content) - 1 - end
                     self._residents.publish(sequence_id)
         except BaseException:
             self.release(row.sequence_id for row in batch.prefill)
@@ -214,18 +214,18 @@ class Replica:
                 RowResult(
                     row.sequence_id,
                     reused=begins[row.sequence_id] if row.tokens else 0,
-                    extras=tuple(told.get(row.sequence_id, ())),
+                    extras=tuple(extras.get(row.sequence_id, ())),
                 )
                 for row in batch.prefill
             ),
             times=StepTimes(prefill_s=watch.seconds("prefill"), total_s=perf_counter() - start),
         )
 
-    def _fill(
-        self, ids: list[str], ranges: list[TokenRange], told: dict[str, list[TokenLogprobs]]
+    def _fill_cache(
+        self, ids: list[str], ranges: list[TokenRange], extras: dict[str, list[TokenLogprobs]]
     ) -> None:
-        """Fill the target's cache, show the drafter what was filled, and add to `told` what rows
-        want to be told of their prompts."""
+        """Fill the target's cache, show the drafter what was computed, and add to `extras` what
+        rows want to be told of their prompts."""
         for sequence_id, (begin, _) in zip(ids, ranges, strict=True):
             assert begin >= self.blocks.frozen(sequence_id), f"{sequence_id}: shared blocks"
         residents = [self._residents[sequence_id] for sequence_id in ids]
@@ -234,21 +234,23 @@ class Replica:
         drafter, most = self.drafter, self._work.pass_tokens
         tells = any(resident.tells_of_prompt for resident in residents)
 
-        def filled(rows: list[int], parts: list[TokenRange], out: Output) -> None:
+        def on_pass(rows: list[int], parts: list[TokenRange], out: Output) -> None:
             if drafter is not None:
                 some = [ids[row] for row in rows], [contents[row] for row in rows]
-                drafter.observe(Seen(*some, parts, table[rows], taps=out.taps))
+                hidden = out.aux_hidden_states
+                drafter.observe(Observation(*some, parts, table[rows], aux_hidden_states=hidden))
             first = 0
             for row, (begin, end) in zip(rows, parts, strict=True) if tells else ():
                 assert out.logits is not None
                 logits = out.logits[first : first + end - begin]
-                told.setdefault(ids[row], []).extend(residents[row].prompt_logprobs(logits, begin))
+                logprobs = residents[row].prompt_logprobs(logits, begin)
+                extras.setdefault(ids[row], []).extend(logprobs)
                 first += end - begin
 
         if tells:
             most = min(most, LOGITS_MOST)
-        wants = Wants(logits=tells, taps=self.taps)
-        fill(self.target, contents, ranges, table, most, wants, filled)
+        options = ForwardOptions(logits=tells, aux_layers=self.aux_layers)
+        prefill(self.target, contents, ranges, table, most, options, on_pass)
 
     # ------------------------------------------------------------------ speculate
 
@@ -274,7 +276,7 @@ class Replica:
                     for row, resident in zip(batch.rows, rows, strict=True)
                 ]
                 contents = [resident.content for resident in rows]
-                of_step = Ask(ids, contents, caps, sampling, table)
+                of_step = DraftRequest(ids, contents, caps, sampling, table)
                 outcome = step(self.target, self.drafter, of_step, hooks, watch)
                 failures = outcome.failures
                 ended = bool(failures)
@@ -306,7 +308,7 @@ class Replica:
                     accepted_at=tuple(tally.accepted_at),
                     tried_at=tuple(tally.tried_at),
                     asked_tokens=tally.asked_tokens,
-                    extras=() if hooks is None else tuple(hooks.told[index]),
+                    extras=() if hooks is None else tuple(hooks.extras[index]),
                     failure=failures.get(index),
                 )
                 for index, (row, resident, tally) in enumerate(
@@ -333,7 +335,7 @@ class Replica:
             f"{row.sequence_id}: the pool says {row.length} tokens,"
             f" {len(resident.content)} are here"
         )
-        assert resident.to_fill == 0, f"{row.sequence_id} is filled in part only"
+        assert resident.to_prefill == 0, f"{row.sequence_id} is filled in part only"
         assert self.blocks.frozen(row.sequence_id) <= resident.settled, "shared blocks"
         assert resident.tokens_left > 0, f"{row.sequence_id} has reached its limit"
         assert row.draft_len == 0 or self.drafter is not None, "drafting needs a drafter"

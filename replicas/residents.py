@@ -1,4 +1,4 @@
-"""The sequences on a replica and their KV blocks: what is filled and what others share.
+"""The sequences on a replica and their KV blocks: what is computed and what others share.
 
 Knows no model: the drafter is told of a row's life, and computes nothing here.
 """
@@ -16,24 +16,24 @@ from replicas.drafters import Drafter
 from replicas.grammars import Grammars
 from replicas.kv_cache import BlockAllocator, Chain, TokenRange
 from scheduler.decoding import Decoding, TokenLogprobs
-from scheduler.messages import PrefillRow, SamplingParams
+from scheduler.messages import PrefillRow, Sampling
 
 
 @dataclass
 class Resident:
     """A sequence whose KV cache is here. Target KV is valid for len(content) - 1 positions, but for
-    `to_fill` while it is being prefilled."""
+    `to_prefill` while it is being prefilled."""
 
     content: list[int]
     tokens_left: int
-    sampling: SamplingParams
+    sampling: Sampling
     stop_token_ids: frozenset[int]
     chain: Chain
     """Keys of its blocks."""
     decoding: Decoding | None = None
     state: RowState | None = None
     """What `decoding` makes of the content; None: not made yet."""
-    to_fill: int = 0
+    to_prefill: int = 0
     """KV positions that prefill batches are still to fill; 0 before any step."""
 
     @property
@@ -116,7 +116,7 @@ class Residents(dict[str, Resident]):
         self._drafter = drafter
         self._identity = identity
         self._sharing = sharing
-        self._ahead = 0 if drafter is None or not drafter.taps else 1
+        self._ahead = 0 if drafter is None or not drafter.aux_layers else 1
         """Tokens behind a block that what is cached of it depends on."""
 
     def leave(self, sequence_ids: Iterable[str]) -> None:
@@ -134,7 +134,7 @@ class Residents(dict[str, Resident]):
         self._blocks.check_integrity()
         for resident in self.values():
             assert resident.tokens_left >= 0
-            assert 0 <= resident.to_fill < len(resident.content)
+            assert 0 <= resident.to_prefill < len(resident.content)
 
     def waves(self, rows: Sequence[PrefillRow], least_tokens: int) -> list[list[PrefillRow]]:
         """The rows in the order in which they are filled, those of one wave together: a row that
@@ -166,7 +166,7 @@ class Residents(dict[str, Resident]):
         )
         resident = resident or self._admit(row)
         most = len(resident.content) - 1
-        begin = most - resident.to_fill
+        begin = most - resident.to_prefill
         end = most if row.until is None else row.until
         assert row.tokens or row.begin == begin, (
             f"{row.sequence_id}: the pool fills from {row.begin},"
@@ -191,7 +191,7 @@ class Residents(dict[str, Resident]):
         if self._sharing and not resident.tells_of_prompt:
             keys = chain.keys(row.tokens, resident.settled // self._blocks.block_size)
             found = self._blocks.adopt(row.sequence_id, keys) * self._blocks.block_size
-        resident.to_fill = len(row.tokens) - 1 - found
+        resident.to_prefill = len(row.tokens) - 1 - found
         if self._drafter is not None:
             self._drafter.begin(row.sequence_id, row.tokens, row.salt, found)
         self.own(row.sequence_id, row.blocks, len(row.tokens))
@@ -206,7 +206,7 @@ class Residents(dict[str, Resident]):
         if not self._sharing:
             return
         resident = self[sequence_id]
-        valid = min(resident.settled, len(resident.content) - 1 - resident.to_fill)
+        valid = min(resident.settled, len(resident.content) - 1 - resident.to_prefill)
         drafted = None if self._drafter is None else self._drafter.valid(sequence_id)
         if drafted is not None:
             valid = min(valid, drafted)

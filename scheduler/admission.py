@@ -19,7 +19,7 @@ def refusal(event: Submit, pool: Pool, now_s: float) -> Reject | None:
     if request.id in pool.sequences:
         return Reject(request.id, RejectCode.DUPLICATE, "id", "a request with this id is live")
     try:
-        if event.checked:
+        if event.validated:
             check_request(request, pool.config)
         else:
             check_servable(request, pool)

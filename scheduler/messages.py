@@ -13,19 +13,19 @@ import msgspec
 
 from scheduler.decoding import TokenLogprobs
 from scheduler.requests import (
-    Batch as Batch,
-    BatchKind as BatchKind,
-    PrefillRow as PrefillRow,
-    Priority as Priority,
-    ReplicaSpec as ReplicaSpec,
-    Request as Request,
-    RowFailure as RowFailure,
-    RowResult as RowResult,
-    SamplingParams as SamplingParams,
-    StepResult as StepResult,
-    StepRow as StepRow,
-    StepTimes as StepTimes,
-    TriedBatch as TriedBatch,
+    Batch,
+    BatchKind,
+    PrefillRow,
+    Priority,
+    ReplicaSpec,
+    Request,
+    RowFailure,
+    RowResult,
+    Sampling,
+    StepResult,
+    StepRow,
+    StepTimes,
+    TriedBatch,
 )
 
 
@@ -66,7 +66,7 @@ class Submit(Message, frozen=True):
     request: Request
     accepted_before: bool = False
     """Another pool, or this one before a restart, was sent it: it is not refused for load."""
-    checked: bool = False
+    validated: bool = False
     """Such a pool accepted it and knew replicas, so one can serve it. Which ones come back first
     after a restart is chance: it waits for one like those. Never a client's to say."""
     record: FailureRecord = FailureRecord()

@@ -15,7 +15,7 @@ from scheduler.decoding import Decoding, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
-class SamplingParams:
+class Sampling:
     """How a token is chosen from the target's logits; greedy when `temperature` is 0."""
 
     temperature: float = 0.0
@@ -44,7 +44,7 @@ class Request:
     id: str
     prompt: tuple[int, ...]
     max_new_tokens: int
-    sampling: SamplingParams = SamplingParams()
+    sampling: Sampling = Sampling()
     stop_token_ids: tuple[int, ...] = ()
     draft_len: int | None = None
     """Draft tokens per step, the config's draft_len_max at most; 0: none. None: as is chosen."""
@@ -86,7 +86,7 @@ class PrefillRow:
     """All content: prompt, then committed tokens. Empty in all its batches but the first."""
     tokens_left: int
     """How many more tokens the sequence may commit, at least 1."""
-    sampling: SamplingParams
+    sampling: Sampling
     stop_token_ids: tuple[int, ...]
     blocks: int
     """KV blocks that the sequence owns from now on."""

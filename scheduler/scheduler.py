@@ -113,7 +113,7 @@ class Scheduler:
         sequence = pool.accept(request, now_s)
         # Tokens that came since it was written count.
         sequence.record = event.record.at(sequence.length)
-        sequence.checked = bool(pool.specs) or event.checked
+        sequence.validated = bool(pool.specs) or event.validated
         # A client may be reading the stream of one that carries tokens.
         pool.waiting.add(sequence, first=event.accepted_before and bool(request.committed))
         reason = finished_before_start(request)
@@ -137,9 +137,9 @@ class Scheduler:
         if unchecked:
             for sequence in list(self.pool.waiting.values()):
                 # Others came while no replica was known that could have refused them.
-                if sequence.checked:
+                if sequence.validated:
                     continue
-                sequence.checked = True
+                sequence.validated = True
                 try:
                     check_servable(sequence.request, self.pool)
                 except InvalidRequest as error:
@@ -161,12 +161,12 @@ class Scheduler:
         if replica is None:
             return
         flights = list(replica.pipeline.batches.values())
-        rows = [row for one in flights for row in one.rows if row.live]
+        rows = [row for flight in flights for row in flight.rows if row.live]
         if event.by_batch:
             replica_died(rows, flights)
         self.pool.lose(replica)
         if event.by_batch:
-            in_flight = sum(len(one.rows) for one in flights)
+            in_flight = sum(len(flight.rows) for flight in flights)
             for sequence in rows:
                 if is_guilty(sequence, in_flight, self.config.failures_max):
                     deaths = sequence.record.deaths
@@ -194,7 +194,7 @@ class Scheduler:
         else:
             begins = {row.sequence_id: row.begin for row in batch.prefill}
             for sequence, row in answers:
-                self.pool.filled(replica, sequence, row.reused)
+                self.pool.end_prefill(replica, sequence, row.reused)
                 if row.extras:
                     self._out.append(Emit(sequence.id, begins[sequence.id], (), row.extras))
                 if row.failure is not None:
@@ -217,8 +217,8 @@ class Scheduler:
         batch_failed(rows, size, replica.id)
         if batch.kind is BatchKind.SPECULATE and size > 1:
             replica.lower_rows_cap(size // 2)
-        guilty = [one for one in rows if is_guilty(one, size, self.config.failures_max)]
-        back = [one for one in rows if one not in guilty]
+        guilty = [row for row in rows if is_guilty(row, size, self.config.failures_max)]
+        back = [row for row in rows if row not in guilty]
         if batch.kind is BatchKind.SPECULATE:
             for sequence in rows:
                 self.pool.move(sequence, Move.STEPPED)
@@ -226,7 +226,7 @@ class Scheduler:
             back = back if size == 1 else []
         else:
             for sequence in guilty:
-                self.pool.move(sequence, Move.FILLED)
+                self.pool.move(sequence, Move.PREFILLED)
         for sequence in guilty:
             self._finish(sequence, FinishReason.FAILED, event.message)
         self._tell_records(rows)
@@ -237,7 +237,7 @@ class Scheduler:
     # ----------------------------------------------------------------- parts of events
 
     def _tell_records(self, rows: list[Sequence]) -> None:
-        self._out.extend(RecordFailure(one.id, one.record) for one in rows if one.live)
+        self._out.extend(RecordFailure(row.id, row.record) for row in rows if row.live)
 
     def _end_batch(self, replica_id: str, batch_id: int) -> tuple[ReplicaRecord, InFlight] | None:
         """Takes a batch out of flight; None for one that is unknown or was answered before."""

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from scheduler.config import DRAFT_LEN_MAX, SchedulerConfig
 from scheduler.decoding import Decoding
 from scheduler.errors import InvalidRequest
-from scheduler.messages import ReplicaSpec, Request, SamplingParams
+from scheduler.messages import ReplicaSpec, Request, Sampling
 
 SEED_MAX = 2**63
 """Seeds are in [0, SEED_MAX)."""
@@ -93,7 +93,7 @@ def _lengths(request: Request, config: SchedulerConfig) -> Objections:
         yield "committed", f"{len(request.committed)} tokens exceed max_new_tokens ({new})"
 
 
-def _sampling(sampling: SamplingParams) -> Objections:
+def _sampling(sampling: Sampling) -> Objections:
     temperature = sampling.temperature
     if not 0 <= temperature <= TEMPERATURE_MAX:
         yield "temperature", f"must be in [0, {TEMPERATURE_MAX:g}], is {temperature}"

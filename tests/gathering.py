@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from replicas.kv_cache import DeviceWindow
-from replicas.models.attention import PagedBackend
+from replicas.kv_cache import DevicePassLayout
 from replicas.models.decoder import LayerAttention
+from replicas.models.device_attention import PagedBackend
 
 Kernels = PagedBackend
 """The attention that is served, also where `GatherBackend` stands for it."""
@@ -23,7 +23,7 @@ class GatherBackend(PagedBackend):
     In float64, so that what is rounded at the end has the same bits whatever the batch.
     """
 
-    def begin(self, layout: DeviceWindow, stride: int) -> LayerAttention:
+    def begin(self, layout: DevicePassLayout, stride: int) -> LayerAttention:
         heads, size = self.cache.shape.heads, self.cache.shape.block_size
         table = layout.table[:, : -(-layout.reach // size)]
         last = layout.grid.clamp(min=0)[:, None, :, None]
@@ -41,7 +41,7 @@ class GatherBackend(PagedBackend):
         return attention
 
 
-def spread(window: DeviceWindow, x: torch.Tensor) -> torch.Tensor:  # [rows, width, ...]
+def spread(window: DevicePassLayout, x: torch.Tensor) -> torch.Tensor:  # [rows, width, ...]
     """What the tokens have, [padded tokens, ...], in the window's grid; other cells are 0."""
     x = x[: window.tokens]
     cells = window.cells
@@ -51,7 +51,7 @@ def spread(window: DeviceWindow, x: torch.Tensor) -> torch.Tensor:  # [rows, wid
     return flat.index_copy_(0, cells, x).view(window.rows, window.width, *x.shape[1:])
 
 
-def gathered(window: DeviceWindow, grid: torch.Tensor) -> torch.Tensor:  # [padded tokens, ...]
+def gathered(window: DevicePassLayout, grid: torch.Tensor) -> torch.Tensor:  # [padded tokens, ...]
     """What the tokens have of the grid, [rows, width, ...]; padding is 0."""
     flat = grid.flatten(0, 1)
     own = flat if window.cells is None else flat.index_select(0, window.cells)

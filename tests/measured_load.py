@@ -19,7 +19,7 @@ from cluster.local.engine import LocalEngine
 from replicas.config import ReplicaConfig
 from replicas.replica import Replica
 from scheduler.config import SchedulerConfig
-from scheduler.messages import Request, SamplingParams
+from scheduler.messages import Request, Sampling
 
 
 def serve(memory: str, requests: int) -> int:
@@ -33,7 +33,7 @@ def serve(memory: str, requests: int) -> int:
                 str(number),
                 tuple(rng.randrange(4, 4000) for _ in range(rng.choice([300, 800, 900]))),
                 6,
-                SamplingParams(temperature=float(number % 2), top_p=0.9, top_k=50, seed=number),
+                Sampling(temperature=float(number % 2), top_p=0.9, top_k=50, seed=number),
             )
             for number in range(requests)
         ]

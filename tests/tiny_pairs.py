@@ -26,9 +26,9 @@ from replicas.config import ReplicaConfig
 from replicas.cuda import GraphedModel
 from replicas.drafters import Drafter
 from replicas.drafters.model import ModelSource
-from replicas.models import attention
+from replicas.models import device_attention as attention
 from replicas.models.paged_model import ATTENTION, PagedModel
-from replicas.models.pair import Pair
+from replicas.pair import Pair
 from replicas.replica import Replica
 from tests.gathering import GatherBackend
 

@@ -16,7 +16,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cluster.load import WAYS
+from benchmarks.cluster.closed_loop import WAYS
 from benchmarks.cluster.parts import measure_real, measure_synthetic
 from benchmarks.shared.command_line import parser_of
 from benchmarks.shared.report import machine, table, write_json

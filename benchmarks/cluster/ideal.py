@@ -9,7 +9,7 @@ from __future__ import annotations
 from random import Random
 from statistics import fmean
 
-from benchmarks.cluster.load import Base, Load
+from benchmarks.cluster.closed_loop import Base, Load
 from benchmarks.shared.synthetic import Speed
 from scheduler.config import SchedulerConfig
 from scheduler.messages import Action, Event, Finish, ReplicaSpec, Request
@@ -26,10 +26,10 @@ def ideal(
     """Plays the load in virtual time; `new_tokens` of every request are committed. Tokens/s are the
     mean of the plays; tokens are those of all of them."""
     plays = [_play(load, spec, speed, replicas, config, seed) for seed in range(PLAYS)]
-    assert all(one.tokens == plays[0].tokens for one in plays), "luck has changed a token"
+    assert all(play.tokens == plays[0].tokens for play in plays), "luck has changed a token"
     return Base(
-        fmean(one.tokens_per_s for one in plays),
-        tuple(seconds for one in plays for seconds in one.latencies_s),
+        fmean(play.tokens_per_s for play in plays),
+        tuple(seconds for play in plays for seconds in play.latencies_s),
         plays[0].tokens,
     )
 

@@ -12,8 +12,8 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
+from benchmarks.cluster.closed_loop import WAYS, Base, Load, batch_counter, clients_of, compare, run
 from benchmarks.cluster.ideal import ideal
-from benchmarks.cluster.load import WAYS, Base, Load, batch_counter, clients_of, compare, run
 from benchmarks.shared.prompts import HELD_OUT_LENGTHS, benchmark_tokens
 from benchmarks.shared.synthetic import Speed, synthetic_loader, synthetic_spec
 from cluster import app
@@ -66,7 +66,7 @@ def measure_synthetic(
     """Starts a cluster; one entry per number of clients."""
     spec = synthetic_spec(config.replica)
     warm_up = load_of(spec, 16, 4 * config.replicas, 32)
-    loads = [load_of(spec, one, requests_per_client * one, new_tokens) for one in in_flight]
+    loads = [load_of(spec, count, requests_per_client * count, new_tokens) for count in in_flight]
     bests = {
         load.in_flight: ideal(load, spec, speed, config.replicas, config.scheduler)
         for load in loads

@@ -43,9 +43,9 @@ from benchmarks.shared.command_line import parser_of
 from benchmarks.shared.measured import medians
 from benchmarks.shared.report import machine, table, write_json
 from replicas.config import ReplicaConfig
-from replicas.drafters.eagle3.planted import PLANTED_HEAD
-from replicas.models.load import resolve_device
-from replicas.models.shapes import DRAFTS
+from replicas.drafters.eagle3.planted_head import PLANTED_HEAD
+from replicas.models.loader import resolve_device
+from replicas.names import DRAFTS
 
 BLOCK_SIZE = 16
 EAGER = "eager"
@@ -87,9 +87,9 @@ def show(modes: dict[str, Mode]) -> None:
         )
     header = ("mode", "state", "GPU memory, GB", "message")
     said = []
-    for name, one in modes.items():
-        message, memory_gb = one.message.replace("|", "\\|"), one.memory_gb or ""
-        said.append((name, one.state, memory_gb, message))
+    for name, mode in modes.items():
+        message, memory_gb = mode.message.replace("|", "\\|"), mode.memory_gb or ""
+        said.append((name, mode.state, memory_gb, message))
     print(table(header, said))
 
 
@@ -162,8 +162,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             target = f"planted:{args.shape}?scale={described['scale']!r}"
             mode.config = mode.config.model_copy(update={"target": target})
         described = attempt(name, mode, args, rates) | described
-        told = {each: {what: getattr(one, what) for what in TOLD} for each, one in modes.items()}
-        write_json(args.json, {**described, "modes": told, "runs": rows_of(modes)})
+        shown = {name: {what: getattr(mode, what) for what in TOLD} for name, mode in modes.items()}
+        write_json(args.json, {**described, "modes": shown, "runs": rows_of(modes)})
     show(modes)
     return int(any(mode.state == "failed" for mode in modes.values()))
 

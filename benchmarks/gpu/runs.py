@@ -18,7 +18,7 @@ from cluster.bench.workload import synthetic_prompts
 from cluster.local.engine import LocalEngine
 from replicas.config import ReplicaConfig
 from replicas.drafters.model import ModelSource
-from replicas.models.pair import Pair, load_pair
+from replicas.pair import Pair, load_pair
 from replicas.replica import Replica
 from scheduler.config import SchedulerConfig
 from scheduler.messages import Request
@@ -94,14 +94,15 @@ def lockstep(
     committed = sum(len(row.tokens) for row in rows)
     row_steps = sum(row.steps for row in rows)
     # On the average a row reads its prompt and half of its new tokens.
-    positions = row_steps * mean(len(one.prompt) + one.max_new_tokens / 2 for one in requests)
-    checked = row_steps + sum(row.draft_tokens for row in rows)
+    lengths = [len(request.prompt) + request.max_new_tokens / 2 for request in requests]
+    positions = row_steps * mean(lengths)
+    verified = row_steps + sum(row.draft_tokens for row in rows)
     lengths = [len(request.prompt) - 1 for request in requests]
-    least_s = ModelWork.of(pair.target).least_s(rates, steps, checked, positions)
+    least_s = ModelWork.of(pair.target).least_s(rates, steps, verified, positions)
     if isinstance(pair.draft, ModelSource):
         draft = ModelWork.of(pair.draft.model)
         read = positions * drafted / max(steps, 1)
-        least_s += draft.least_s(rates, drafted, checked - row_steps, read)
+        least_s += draft.least_s(rates, drafted, verified - row_steps, read)
     in_steps = sum(result.times.total_s for result in stepped)
     in_fills = sum(result.times.total_s for result in engine.results if not result.steps)
     run = Run(
@@ -131,7 +132,7 @@ def generate(pair: Pair, rates: Rates, requests: Sequence[Request]) -> tuple[Run
     tokens = sum(map(len, outputs))
     # The pass over the prompts yields the first token of each.
     passes, rows = requests[0].max_new_tokens - 1, len(requests)
-    positions = sum(len(one.prompt) + n for one in requests for n in range(1, passes + 1))
+    positions = sum(len(request.prompt) + n for request in requests for n in range(1, passes + 1))
     least_s = ModelWork.of(pair.target).least_s(rates, passes, passes * rows, positions)
     speed = tokens / seconds
     return Run(speed, speed, tokens / least_s), outputs

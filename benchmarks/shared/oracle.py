@@ -10,9 +10,9 @@ import torch
 
 from replicas.calibration import calibrated
 from replicas.config import ReplicaConfig
-from replicas.drafters import Ask, Drafter, Proposal, Seen
+from replicas.drafters import Drafter, DraftRequest, Observation, Proposal
 from replicas.memory import plan_memory
-from replicas.models.pair import load_pair
+from replicas.pair import load_pair
 from replicas.replica import Replica
 from replicas.stopwatch import Stopwatch
 
@@ -42,7 +42,7 @@ class OracleDrafter:
         self.rows: dict[str, int] = {}
         """Valid positions of each row, as it was told."""
         self._worker = worker
-        self.taps: tuple[int, ...] = () if worker is None else worker.taps
+        self.aux_layers: tuple[int, ...] = () if worker is None else worker.aux_layers
 
     def learn(self, sequences: Sequence[Sequence[int]]) -> None:
         """Whole ones, prompt and continuation."""
@@ -50,35 +50,35 @@ class OracleDrafter:
             for end in range(1, len(sequence)):
                 self._next[tuple(sequence[:end])] = sequence[end]
 
-    def begin(self, row: str, tokens: Sequence[int], salt: str, filled: int) -> None:
+    def begin(self, row: str, tokens: Sequence[int], salt: str, prefilled: int) -> None:
         assert row not in self.rows, "a row's life begins once"
-        self.rows[row] = filled
+        self.rows[row] = prefilled
         if self._worker is not None:
-            self._worker.begin(row, tokens, salt, filled)
+            self._worker.begin(row, tokens, salt, prefilled)
 
     def end(self, row: str) -> None:
         self.rows.pop(row, None)
         if self._worker is not None:
             self._worker.end(row)
 
-    def observe(self, seen: Seen) -> None:
-        for row, (begin, end) in zip(seen.ids, seen.ranges, strict=True):
+    def observe(self, observed: Observation) -> None:
+        for row, (begin, end) in zip(observed.ids, observed.ranges, strict=True):
             assert self.rows[row] == begin, "what is seen follows on what was seen before"
             self.rows[row] = end
         if self._worker is not None:
-            self._worker.observe(seen)
+            self._worker.observe(observed)
 
-    def propose(self, ask: Ask, watch: Stopwatch) -> Proposal:
+    def propose(self, request: DraftRequest, watch: Stopwatch) -> Proposal:
         if self._worker is not None:
-            self._worker.propose(ask, watch)
-        lens = [self._rng.randint(0, most) if self._ragged else most for most in ask.draft_lens]
+            self._worker.propose(request, watch)
+        lens = [self._rng.randint(0, most) if self._ragged else most for most in request.draft_lens]
         drafts = [
             self._draft(list(content), most)
-            for content, most in zip(ask.contents, ask.draft_lens, strict=True)
+            for content, most in zip(request.contents, request.draft_lens, strict=True)
         ]
-        k = ask.k
+        k = request.k
         padded = [draft + [0] * (k - len(draft)) for draft in drafts]
-        tokens = torch.tensor(padded, device=ask.table.device).t().contiguous()
+        tokens = torch.tensor(padded, device=request.table.device).t().contiguous()
         return Proposal(tokens, lens)
 
     def _draft(self, content: list[int], most: int) -> list[int]:
@@ -110,5 +110,5 @@ def oracle_replica(config: ReplicaConfig, probability: float) -> tuple[Replica, 
     assert worker is not None, "a drafter whose cost counts"
     oracle = OracleDrafter([], probability, pair.vocab_size, ragged=False, worker=worker)
     replica = Replica(pair, config, plan, oracle)
-    replica.spec = calibrated(replica, *replica.planned, replica.taps)
+    replica.spec = calibrated(replica, *replica.planned, replica.aux_layers)
     return replica, oracle

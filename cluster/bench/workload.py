@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from scheduler.messages import Request, SamplingParams
+from scheduler.messages import Request, Sampling
 from scheduler.simulation import Lengths
 
 Prompt = str | tuple[int, ...]
 """Text, or token ids as they are."""
-_SAMPLING = {field.name for field in fields(SamplingParams)}
+_SAMPLING = {field.name for field in fields(Sampling)}
 
 
 class BenchError(ValueError):
@@ -66,9 +66,7 @@ def engine_request(
         id=f"{workload.salt} {number}",
         prompt=encode(prompt) if isinstance(prompt, str) else prompt,
         max_new_tokens=options["max_new_tokens"],
-        sampling=SamplingParams(
-            **{name: value for name, value in options.items() if name in _SAMPLING}
-        ),
+        sampling=Sampling(**{name: value for name, value in options.items() if name in _SAMPLING}),
         stop_token_ids=() if options.get("ignore_eos") else tuple(eos),
         draft_len=options.get("draft_len"),
         cache_salt=options["cache_salt"],

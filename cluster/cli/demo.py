@@ -26,7 +26,7 @@ from cluster.client.channel import Server
 from cluster.config import ClusterConfig
 from cluster.frontend.prompts import ChatPrompt
 from protos import lockstep_pb2 as pb
-from replicas.models.names import TINY
+from replicas.names import TINY
 from scheduler.messages import Request
 
 if TYPE_CHECKING:

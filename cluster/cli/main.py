@@ -126,7 +126,7 @@ def verify(
     from cluster.prompt_files import read_prompts
     from cluster.worker.loading import tell_of_weights
     from scheduler.errors import InvalidRequest
-    from scheduler.messages import SamplingParams
+    from scheduler.messages import Sampling
 
     max_new_tokens = request.pop("max_new_tokens", 128)
     try:
@@ -137,7 +137,7 @@ def verify(
                 texts,
                 settings.planned_replica,
                 settings.scheduler,
-                SamplingParams(**request),
+                Sampling(**request),
                 max_new_tokens,
                 bars.note,
             )

@@ -18,10 +18,10 @@ from rich.table import Table
 from cluster.cli.terminal import console
 from cluster.config import ClusterConfig
 from replicas.config import ReplicaConfig
-from replicas.memory import MemoryPlan, TooLittleMemory, Workload, plan_memory
-from replicas.models.load import dtype_name, resolve_device
-from replicas.models.names import PairRefused
-from replicas.models.pair import read_pair
+from replicas.errors import PairRefused, TooLittleMemory
+from replicas.memory import MemoryPlan, Workload, plan_memory
+from replicas.models.loader import dtype_name, resolve_device
+from replicas.pair import read_pair
 
 _LENGTHS = (256, 1024, 8192, 65536)
 """Sequences of these lengths are counted, besides those of full context."""

@@ -15,7 +15,8 @@ from cluster.client import Client
 from cluster.config import ClusterConfig, ConfigError
 from cluster.config_sources import api_key, checked_key, overridden
 from cluster.frontend.admission.keys import hash_of
-from replicas.models.names import DEMO, SMOLLM2, TINY, PairRefused, with_revision
+from replicas.errors import PairRefused
+from replicas.names import DEMO, SMOLLM2, TINY, with_revision
 
 if TYPE_CHECKING:
     from cluster.run import ClusterRun

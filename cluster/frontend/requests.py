@@ -12,7 +12,7 @@ from cluster.frontend.prompts import ChatPrompt
 from cluster.frontend.target_text import TargetText
 from scheduler.decoding import Decoding
 from scheduler.errors import InvalidRequest
-from scheduler.messages import Priority, Request, SamplingParams
+from scheduler.messages import Priority, Request, Sampling
 from scheduler.validation import SEED_MAX, check_request
 
 
@@ -53,7 +53,7 @@ class RequestFactory:
         if call.seed is None and call.sampled:
             assert call.drawn_seed is not None
             seed = (call.drawn_seed + number * call.choices) % SEED_MAX
-        sampling = SamplingParams(call.temperature, call.top_k, call.top_p, call.min_p, seed)
+        sampling = Sampling(call.temperature, call.top_k, call.top_p, call.min_p, seed)
         request = Request(
             id="unsent",
             prompt=tokens,

@@ -57,8 +57,8 @@ class TargetText:
         from transformers import AutoConfig
 
         from replicas.decoding import choosable, read_tokens
-        from replicas.models.load import resolve
-        from replicas.models.shapes import is_planted
+        from replicas.models.loader import resolve
+        from replicas.names import is_planted
 
         if is_planted(config.target):
             raise OSError(

@@ -11,7 +11,8 @@ from cluster.config import SECTIONS, ClusterConfig, ConfigError
 from cluster.config_sources import ALIASES, from_args, overridden, text_of
 from cluster.error_messages import joined
 from cluster.local.engine import NO_QUEUE_LIMITS
-from replicas.models.names import PairRefused, with_revision
+from replicas.errors import PairRefused
+from replicas.names import with_revision
 from scheduler.config import DRAFT_LEN_MAX, SchedulerConfig
 
 TEN_YEARS_S = 3e8

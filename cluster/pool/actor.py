@@ -22,7 +22,7 @@ from typing import Any
 
 from cluster.config import ClusterConfig
 from cluster.metrics import PoolMeter
-from cluster.pool.peers import FrontendPeer, WorkerPeer, deliver, requests_of, unlike
+from cluster.pool.peers import FrontendPeer, WorkerPeer, deliver, incompatible, requests_of
 from cluster.pool.protocol import (
     STOPPING,
     DrainNote,
@@ -104,7 +104,7 @@ class PoolActor:
         """A new membership of a replica, or why there is none; `process` is what `probe`
         understands."""
         self._wake_up()
-        if refused := unlike(spec, {one: peer.spec for one, peer in self._workers.items()}):
+        if refused := incompatible(spec, {one: peer.spec for one, peer in self._workers.items()}):
             log.error("replica %s is refused: %s", replica_id, refused)
             return refused
         if replica_id not in self._workers:

@@ -146,7 +146,7 @@ def deliver(
         peer.flush_within(due[peer])
 
 
-def unlike(spec: ReplicaSpec, others: Mapping[str, ReplicaSpec]) -> str:
+def incompatible(spec: ReplicaSpec, others: Mapping[str, ReplicaSpec]) -> str:
     """Why a replica's output may differ from that of one of these; empty if it does not."""
     for other_id, other in others.items():
         if (other.target, other.dtype) != (spec.target, spec.dtype):
@@ -172,7 +172,7 @@ async def unlike_elsewhere(spec: ReplicaSpec, pools: Iterable[PoolPort]) -> str:
         call.cancel()
     views = [call.result() for call in done if call.exception() is None]
     specs = {replica.id: replica.spec for view in views for replica in view.status.replicas}
-    return unlike(spec, specs)
+    return incompatible(spec, specs)
 
 
 def requests_of(event: object, batch: Batch | None) -> tuple[str, ...]:

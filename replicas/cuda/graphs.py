@@ -23,9 +23,9 @@ from typing import Any
 
 import torch
 
-from replicas.kv_cache import SCRAP_BLOCK, DeviceLayout, DeviceWindow
-from replicas.models.names import PairRefused
-from replicas.models.paged_model import ALL, Layout, Model, Output, Wants
+from replicas.errors import PairRefused
+from replicas.kv_cache import SCRAP_BLOCK, DevicePassLayout, DeviceStepLayout
+from replicas.models.paged_model import ALL, BatchLayout, ForwardOptions, Model, Output
 
 KV_SHARES = (16, 4, 1)
 """Buckets of KV positions: the context divided by each."""
@@ -60,7 +60,7 @@ class GraphedModel:
         model: Model,
         rows_most: int,
         widths: list[int],
-        taps: tuple[int, ...] = (),
+        aux_layers: tuple[int, ...] = (),
         hidden_size: int = 0,
     ) -> None:
         """Records now, on rows that all lie in the scrap block; `widths` are tokens per row,
@@ -69,7 +69,7 @@ class GraphedModel:
         shape = model.backend.cache.shape
         self.backend, self.device, self.vocab = model.backend, model.device, model.vocab
         self.model = model
-        self.taps = taps
+        self.aux_layers = aux_layers
         blocks = sorted({-(-shape.context_len // share // shape.block_size) for share in KV_SHARES})
         # A step's last tokens may lie beyond the context: their columns are there.
         beyond = -(-max(widths) // shape.block_size)
@@ -77,36 +77,36 @@ class GraphedModel:
         """All that there ever are."""
         graph_pool = torch.cuda.graph_pool_handle() if model.device.type == "cuda" else None
         # From the largest to the smallest: what it takes serves all others.
-        kinds = product(buckets(rows_most), sorted(set(widths)), [one + beyond for one in blocks])
+        kinds = product(buckets(rows_most), sorted(set(widths)), [most + beyond for most in blocks])
         with _no_garbage_collected():
-            for kind in sorted((Kind(*one) for one in kinds), reverse=True):
-                self.passes[kind] = FixedPass(model, kind, taps, graph_pool, hidden_size)
+            for kind in sorted((Kind(*sizes) for sizes in kinds), reverse=True):
+                self.passes[kind] = FixedPass(model, kind, aux_layers, graph_pool, hidden_size)
         self._kinds = sorted(self.passes)
 
     def forward(
         self,
         tokens: torch.Tensor,  # [tokens], int64
-        layout: Layout,
-        wants: Wants = ALL,
+        layout: BatchLayout,
+        options: ForwardOptions = ALL,
         *hidden: torch.Tensor,  # [tokens, hidden_size], of a head
     ) -> Output:
         """As the model's own; the result is valid until the next pass."""
-        kind = self._kind(layout, wants)
+        kind = self._kind(layout, options)
         if kind is None:
-            return self.model.forward(tokens, layout, wants, *hidden)
-        assert isinstance(layout, DeviceWindow)
+            return self.model.forward(tokens, layout, options, *hidden)
+        assert isinstance(layout, DevicePassLayout)
         out = self.passes[kind].run(tokens, layout, *hidden)
         assert out.logits is not None
         logits = _cut(out.logits, kind, layout)
-        if isinstance(wants.logits, torch.Tensor):
-            logits = logits.index_select(0, wants.logits)
-        return Output(logits, [_cut(tap, kind, layout) for tap in out.taps])
+        if isinstance(options.logits, torch.Tensor):
+            logits = logits.index_select(0, options.logits)
+        return Output(logits, [_cut(hidden, kind, layout) for hidden in out.aux_hidden_states])
 
-    def _kind(self, layout: Layout, wants: Wants) -> Kind | None:
+    def _kind(self, layout: BatchLayout, options: ForwardOptions) -> Kind | None:
         """The smallest kind that holds the pass; None: it runs as it is."""
-        if not isinstance(layout, DeviceWindow) or layout.cells is not None:
+        if not isinstance(layout, DevicePassLayout) or layout.cells is not None:
             return None
-        if wants.logits is False or wants.taps != self.taps:
+        if options.logits is False or options.aux_layers != self.aux_layers:
             return None
         blocks = -(-layout.reach // layout.shape.block_size)
         for kind in self._kinds:
@@ -122,7 +122,7 @@ class FixedPass:
         self,
         model: Model,
         kind: Kind,
-        taps: tuple[int, ...],
+        aux_layers: tuple[int, ...],
         graph_pool: Any,
         hidden_size: int = 0,
     ) -> None:
@@ -141,10 +141,11 @@ class FixedPass:
         reach = kind.blocks * shape.block_size
 
         def run() -> Output:
-            layout = DeviceLayout(self._table, self._starts, kind.width, shape, reach)
+            layout = DeviceStepLayout(self._table, self._starts, kind.width, shape, reach)
             window = layout.window(0, kind.width)
-            hidden = [one.flatten(0, 1) for one in self._hidden]
-            return model.forward(self._tokens.reshape(-1), window, Wants(taps=taps), *hidden)
+            options = ForwardOptions(aux_layers=aux_layers)
+            hidden = [states.flatten(0, 1) for states in self._hidden]
+            return model.forward(self._tokens.reshape(-1), window, options, *hidden)
 
         self.compute = run
         """What is recorded: the pass on its standing tensors."""
@@ -157,7 +158,7 @@ class FixedPass:
             except RuntimeError as error:
                 raise PairRefused(f"graphs: {kind} cannot be recorded: {error}") from error
 
-    def run(self, tokens: torch.Tensor, window: DeviceWindow, *hidden: torch.Tensor) -> Output:
+    def run(self, tokens: torch.Tensor, window: DevicePassLayout, *hidden: torch.Tensor) -> Output:
         rows, width = window.rows, window.width
         for standing, given in zip(self._hidden, hidden, strict=True):
             standing[:rows, :width] = given.view(rows, width, -1)
@@ -176,7 +177,7 @@ class FixedPass:
         return self._out
 
 
-def _cut(x: torch.Tensor, kind: Kind, window: DeviceWindow) -> torch.Tensor:
+def _cut(x: torch.Tensor, kind: Kind, window: DevicePassLayout) -> torch.Tensor:
     """What the pass's own tokens have, [tokens, ...], of all that was computed."""
     grid = x.view(kind.rows, kind.width, *x.shape[1:])
     return grid[: window.rows, : window.width].flatten(0, 1)

@@ -47,8 +47,8 @@ def _likeliest(
     ids = likeliest(scores, min(top + _TIES, scores.shape[-1]))
     logprobs = (scores.gather(-1, ids) - normal[:, None]).tolist()
     return [
-        tuple(sorted(zip(row, told, strict=True), key=lambda one: (-one[1], one[0]))[:top])
-        for row, told in zip(ids.tolist(), logprobs, strict=True)
+        tuple(sorted(zip(row, values, strict=True), key=lambda pair: (-pair[1], pair[0]))[:top])
+        for row, values in zip(ids.tolist(), logprobs, strict=True)
     ]
 
 

@@ -69,7 +69,7 @@ class RowState:
         return len(self._content) - self.decoding.prompt_tokens
 
     def _penalise(self, logits: torch.Tensor, draft: Sequence[int], counts: _Counts) -> None:
-        ids, new, seen = (one.to(logits.device) for one in counts.with_draft(draft))
+        ids, new, seen = (tensor.to(logits.device) for tensor in counts.with_draft(draft))
         scores = logits[:, ids].float()
         factor = self.decoding.repetition_penalty
         if factor != 1.0:
@@ -145,7 +145,7 @@ class DecodingRows:
         """Of the step in hand."""
         self._plain: dict[int, torch.Tensor] = {}
         """Of the step in hand: logits before any change, of the rows that are told of them."""
-        self.told: list[list[TokenLogprobs]] = [[] for _ in states]
+        self.extras: list[list[TokenLogprobs]] = [[] for _ in states]
         """Of each row's committed tokens, over all steps of the batch."""
         self.failures: dict[int, RowFailure] = {}
         """Why rows have stopped."""
@@ -208,7 +208,7 @@ class DecodingRows:
             top = state.decoding.logprobs
             if top is not None:
                 plain = self._plain[index][: len(tokens)]
-                self.told[index] += token_logprobs(plain, tokens, top)
+                self.extras[index] += token_logprobs(plain, tokens, top)
 
 
 def _stopped(error: GrammarError) -> RowFailure:

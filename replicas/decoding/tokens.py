@@ -12,8 +12,8 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from replicas.config import ReplicaConfig
 from replicas.grammars import Grammars
-from replicas.models.load import resolve
-from replicas.models.shapes import is_planted
+from replicas.models.loader import resolve
+from replicas.names import is_planted
 
 _log = logging.getLogger("lockstep.replica")
 

@@ -6,7 +6,7 @@ from typing import Any
 from replicas.config import ReplicaConfig
 from replicas.drafters.eagle3 import HeadSource
 from replicas.drafters.model import ModelSource
-from replicas.drafters.protocol import Ask, Drafter, DraftSource, Proposal, Seen
+from replicas.drafters.protocol import Drafter, DraftRequest, DraftSource, Observation, Proposal
 from replicas.drafters.suffix import SuffixSource
 
 METHODS: dict[str, Callable[[ReplicaConfig, Any], DraftSource]] = {

@@ -16,14 +16,15 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from replicas.config import ReplicaConfig
 from replicas.cuda import GraphedModel
-from replicas.drafters.protocol import Ask, Drafter, DraftSource, Proposal, Seen
+from replicas.drafters.protocol import Drafter, DraftRequest, DraftSource, Observation, Proposal
+from replicas.errors import PairRefused
 from replicas.kv_cache import TokenRange
-from replicas.memory import DraftMemory, MemoryPlan, ModelShape, weight_bytes, without_storage
+from replicas.memory import DraftMemory, MemoryPlan
 from replicas.models.build import build
-from replicas.models.load import dtype_name, load_config, load_model, resolve
-from replicas.models.names import PairRefused
-from replicas.models.paged_model import ALL, Model, Wants, fill
-from replicas.models.shapes import is_planted
+from replicas.models.loader import dtype_name, load_config, load_model, resolve
+from replicas.models.model_shape import ModelShape, weight_bytes, without_storage
+from replicas.models.paged_model import ALL, ForwardOptions, Model, prefill
+from replicas.names import is_planted
 from replicas.sampling import guess
 from replicas.stopwatch import Stopwatch
 
@@ -32,7 +33,7 @@ class ModelDrafter:
     """Drafts token by token; its KV of a row is valid for at least length - 2 positions when it
     drafts."""
 
-    taps: tuple[int, ...] = ()
+    aux_layers: tuple[int, ...] = ()
 
     def __init__(self, model: Model, name: str, pass_tokens: int) -> None:
         """`pass_tokens`: tokens of one prefill pass at most."""
@@ -42,8 +43,8 @@ class ModelDrafter:
         self._valid: dict[str, int] = {}
         """Valid KV positions of each row."""
 
-    def begin(self, row: str, tokens: Sequence[int], salt: str, filled: int) -> None:
-        self._valid[row] = filled
+    def begin(self, row: str, tokens: Sequence[int], salt: str, prefilled: int) -> None:
+        self._valid[row] = prefilled
 
     def end(self, row: str) -> None:
         self._valid.pop(row, None)
@@ -51,70 +52,70 @@ class ModelDrafter:
     def valid(self, row: str) -> int | None:
         return self._valid[row]
 
-    def observe(self, seen: Seen) -> None:
-        if seen.drafted is None:
-            self._fill(seen.ids, seen.contents, seen.ranges, seen.table)
-        elif (k := max(seen.drafted)) > 0:
-            for index, (_, end) in enumerate(seen.ranges):
+    def observe(self, observed: Observation) -> None:
+        if observed.drafted is None:
+            self._prefill(observed.ids, observed.contents, observed.ranges, observed.table)
+        elif (k := max(observed.drafted)) > 0:
+            for index, (_, end) in enumerate(observed.ranges):
                 # Drafting fed all proposed tokens but the last one.
-                fed = len(seen.contents[index]) + min(seen.drafted[index], k - 1)
-                self._valid[seen.ids[index]] = min(end, fed)
+                fed = len(observed.contents[index]) + min(observed.drafted[index], k - 1)
+                self._valid[observed.ids[index]] = min(end, fed)
 
     def rollback(self, rows: Sequence[str], lengths: Sequence[int]) -> None:
         for row, length in zip(rows, lengths, strict=True):
             self._valid[row] = min(self._valid[row], length - 1)
 
-    def propose(self, ask: Ask, watch: Stopwatch) -> Proposal:
-        self._catch_up(ask, watch)
-        rows, k, model = len(ask.ids), ask.k, self.model
-        device = ask.table.device
+    def propose(self, request: DraftRequest, watch: Stopwatch) -> Proposal:
+        self._catch_up(request, watch)
+        rows, k, model = len(request.ids), request.k, self.model
+        device = request.table.device
         # After a step that accepted everything two positions are missing, else one: feeding two
         # always keeps shapes fixed, and the second writes what is there already.
-        starts = [len(content) - 2 for content in ask.contents]
-        layout = model.backend.step_layout(ask.table, starts, k + 1)
+        starts = [len(content) - 2 for content in request.contents]
+        layout = model.backend.step_layout(request.table, starts, k + 1)
         # An id that only the target has, padding of its embedding, is fed as the last one.
         most = model.vocab - 1
-        last = [min(id, most) for content in ask.contents for id in (0, *content[-2:])[-2:]]
+        last = [min(id, most) for content in request.contents for id in (0, *content[-2:])[-2:]]
         fed = torch.tensor(last, device=device)
-        shared = min(ask.token_most, model.vocab)
+        shared = min(request.token_most, model.vocab)
         kept = torch.arange(1, 2 * rows, 2, device=device)
         tokens = []
         # Not each before its pass: after a pass a processor would have to fetch the code anew.
         windows = [layout.window(j + 1 if j else 0, j + 2) for j in range(k)]
         for j, window in enumerate(windows):
             with watch.section("draft"):
-                logits = model.forward(fed, window, ALL if j else Wants(kept)).logits
+                logits = model.forward(fed, window, ALL if j else ForwardOptions(kept)).logits
             assert logits is not None
             logits = logits[:, :shared]  # of ids that both have
-            fed = guess(logits, ask.sampling, ask.noise, j)
+            fed = guess(logits, request.sampling, request.noise, j)
             tokens.append(fed)
-        return Proposal(torch.stack(tokens), ask.draft_lens)
+        return Proposal(torch.stack(tokens), request.draft_lens)
 
-    def _catch_up(self, ask: Ask, watch: Stopwatch) -> None:
+    def _catch_up(self, request: DraftRequest, watch: Stopwatch) -> None:
         """Fill rows that steps without drafting left behind."""
         behind = [
             index
-            for index, (row, content) in enumerate(zip(ask.ids, ask.contents, strict=True))
+            for index, (row, content) in enumerate(zip(request.ids, request.contents, strict=True))
             if self._valid[row] < len(content) - 2
         ]
         if not behind:
             return
         with watch.section("catch_up"):
-            self._fill(
-                [ask.ids[index] for index in behind],
-                [ask.contents[index] for index in behind],
-                [(self._valid[ask.ids[i]], len(ask.contents[i]) - 2) for i in behind],
-                ask.table[behind],
+            self._prefill(
+                [request.ids[index] for index in behind],
+                [request.contents[index] for index in behind],
+                [(self._valid[request.ids[i]], len(request.contents[i]) - 2) for i in behind],
+                request.table[behind],
             )
 
-    def _fill(
+    def _prefill(
         self,
         ids: Sequence[str],
         contents: Sequence[Sequence[int]],
         ranges: Sequence[TokenRange],
         table: torch.Tensor,
     ) -> None:
-        fill(self.model, contents, ranges, table, self._pass_tokens)
+        prefill(self.model, contents, ranges, table, self._pass_tokens)
         for row, (_, end) in zip(ids, ranges, strict=True):
             self._valid[row] = max(self._valid[row], end)
 
@@ -179,7 +180,7 @@ def _check_vocabularies(target_path: str, draft_path: str, config: ReplicaConfig
     draft = AutoTokenizer.from_pretrained(draft_path, trust_remote_code=remote)
     ours, theirs = target.get_vocab(), draft.get_vocab()
     if differing := {token for token, _ in ours.items() ^ theirs.items()}:
-        token = min(differing, key=lambda one: (ours.get(one, theirs.get(one)), one))
+        token = min(differing, key=lambda token: (ours.get(token, theirs.get(token)), token))
         raise PairRefused(
             f"target and draft have different vocabularies: {len(ours)} and {len(theirs)} tokens,"
             f" {len(differing)} of them differ; first {token!r}, which is"

@@ -24,7 +24,7 @@ from replicas.stopwatch import Stopwatch
 
 
 @dataclass(slots=True)
-class Ask:
+class DraftRequest:
     """The rows of a step, and what it wants proposed. Content is read, never changed."""
 
     ids: Sequence[str]
@@ -61,7 +61,7 @@ class Proposal:
 
 
 @dataclass(slots=True)
-class Seen:
+class Observation:
     """What the target has computed: a prefill chunk of some rows, or the check of a step."""
 
     ids: Sequence[str]
@@ -74,8 +74,8 @@ class Seen:
     """What each row's content is followed by now; empty for a prefill."""
     drafted: Sequence[int] | None = None
     """How many of the drafter's own tokens each row's check began with; None: a prefill."""
-    taps: Sequence[torch.Tensor] = field(default_factory=list)  # each [tokens, hidden]
-    """The hidden states that the drafter taps, of all tokens of the ranges, row by row."""
+    aux_hidden_states: Sequence[torch.Tensor] = field(default_factory=list)  # each [tokens, hidden]
+    """Those after the drafter's `aux_layers`, of all tokens of the ranges, row by row."""
 
 
 class Drafter(Protocol):
@@ -86,25 +86,25 @@ class Drafter(Protocol):
 
     name: str
     """Of its weights, if it has any: caches of drafters with different names are never shared."""
-    taps: tuple[int, ...]
-    """Hidden states of the target that it wants to see, rising; see `Wants.taps`. With any, its KV
-    of a position depends on the next token, too."""
+    aux_layers: tuple[int, ...]
+    """Layers of the target whose hidden states it wants to see, rising; see
+    `ForwardOptions.aux_layers`. With any, its KV of a position depends on the next token, too."""
 
-    def begin(self, row: str, tokens: Sequence[int], salt: str, filled: int) -> None:
-        """A row's life on this replica begins; its first `filled` KV positions are shared blocks,
-        valid in the drafter's caches, too. What rows of different `salt` contain must not show in
-        each other's drafts."""
+    def begin(self, row: str, tokens: Sequence[int], salt: str, prefilled: int) -> None:
+        """A row's life on this replica begins; its first `prefilled` KV positions are shared
+        blocks, valid in the drafter's caches, too. What rows of different `salt` contain must not
+        show in each other's drafts."""
         ...
 
     def end(self, row: str) -> None:
         """The row has left; unknown ones are ignored."""
         ...
 
-    def observe(self, seen: Seen) -> None:
+    def observe(self, observed: Observation) -> None:
         """After each prefill chunk and each check, also of a step without drafts."""
         ...
 
-    def propose(self, ask: Ask, watch: Stopwatch) -> Proposal:
+    def propose(self, request: DraftRequest, watch: Stopwatch) -> Proposal:
         """Draft up to k tokens per row; k is at least 1. A row may get none."""
         ...
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from replicas.config import ReplicaConfig
 from replicas.drafters.history import DEPTH, END, TOKEN_BYTES, History
-from replicas.drafters.protocol import Ask, Drafter, DraftSource, Proposal, Seen
+from replicas.drafters.protocol import Drafter, DraftRequest, DraftSource, Observation, Proposal
 from replicas.memory import DraftMemory, MemoryPlan
 from replicas.stopwatch import Stopwatch
 
@@ -37,7 +37,7 @@ class SuffixDrafter:
     """Holds the content of every row, and outputs of rows that have left."""
 
     name = ""
-    taps: tuple[int, ...] = ()
+    aux_layers: tuple[int, ...] = ()
 
     def __init__(self) -> None:
         self.rows: dict[str, SuffixRow] = {}
@@ -47,7 +47,7 @@ class SuffixDrafter:
         self.size = 0
         """Tokens in all of them."""
 
-    def begin(self, row: str, tokens: Sequence[int], salt: str, filled: int) -> None:
+    def begin(self, row: str, tokens: Sequence[int], salt: str, prefilled: int) -> None:
         self.rows[row] = SuffixRow(History(tokens), len(tokens), salt)
 
     def end(self, row: str) -> None:
@@ -66,17 +66,17 @@ class SuffixDrafter:
                 self._outputs[salt] = younger = History(outputs.tokens[-OUTPUTS_TOKENS // 2 :])
                 self.size += _size(younger)
 
-    def observe(self, seen: Seen) -> None:
-        for row, tokens in zip(seen.ids, seen.committed, strict=False):
+    def observe(self, observed: Observation) -> None:
+        for row, tokens in zip(observed.ids, observed.committed, strict=False):
             self.rows[row].history.extend(tokens)
 
-    def propose(self, ask: Ask, watch: Stopwatch) -> Proposal:
+    def propose(self, request: DraftRequest, watch: Stopwatch) -> Proposal:
         with watch.section("draft"):
             drafts = [
                 self._draft(self.rows[row], most) if most else []
-                for row, most in zip(ask.ids, ask.draft_lens, strict=True)
+                for row, most in zip(request.ids, request.draft_lens, strict=True)
             ]
-            return Proposal.of(drafts, ask.table.device)
+            return Proposal.of(drafts, request.table.device)
 
     def _draft(self, row: SuffixRow, most: int) -> list[int]:
         score, draft = row.history.draft(most)

@@ -1,8 +1,9 @@
 """Grammars beside the step: what a row needs of its grammar is made on other threads.
 
-llguidance works without the interpreter's lock, so rows are worked on at once. A step waits for
-them for STEP_S_MAX: a row whose grammar is not compiled by then, or whose masks are not there,
-takes no part in that step, and its work goes on. So a costly grammar holds up its own row alone.
+llguidance works without the interpreter's lock, so rows are worked on at once. A row whose grammar
+is not compiled, or whose masks are not there, takes no part in a step, and its work goes on: a step
+waits for the masks of quick grammars for STEP_S_MAX, and where it has other rows, for nothing else.
+So a costly grammar holds up its own row alone.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from functools import cache
+from typing import Any
 
 from replicas.grammars.grammar import Grammars
 from replicas.grammars.state import GrammarError, GrammarState, Walk
@@ -43,6 +45,11 @@ class RowGrammar:
     @property
     def compiling(self) -> Future[GrammarState] | None:
         return None if self._state.done() else self._state
+
+    @property
+    def slow(self) -> bool:
+        """Of one that is compiled: whether its masks take long."""
+        return self._state.exception() is None and self._state.result().slow
 
     def walk(self, draft: Sequence[int], most: int) -> Future[Walk]:
         """See `GrammarState.walk`; it is made once for each place that the row reaches. The grammar
@@ -80,14 +87,16 @@ def walks(
     compiling = [work for row in rows.values() if (work := row.compiling) is not None]
     if compiling and patient:
         wait(compiling, bound_s)
-    elif len(compiling) == len(rows) and alone:
-        wait(compiling, bound_s, FIRST_COMPLETED)
     walking = {
         index: row.walk(drafts[index], most[index])
         for index, row in rows.items()
         if row.compiling is None
     }
-    wait(walking.values(), bound_s)
+    quick = [work for index, work in walking.items() if patient or not rows[index].slow]
+    wait(quick, bound_s)
+    if alone and not quick:  # the step has nothing else to do
+        others: list[Future[Any]] = [*compiling, *walking.values()]
+        wait(others, bound_s, FIRST_COMPLETED)
     found = {index: _result(walking.get(index)) for index in rows}
     assert not patient or None not in found.values(), f"no masks within {bound_s:g} s"
     return found

@@ -21,8 +21,8 @@ from torch import nn
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
+from replicas.errors import PairRefused
 from replicas.invariant.ops import TILE, in_tiles
-from replicas.models.names import PairRefused
 
 
 def compute_in_tiles(model: PreTrainedModel) -> None:

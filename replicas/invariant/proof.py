@@ -15,7 +15,7 @@ from functools import lru_cache
 
 import torch
 
-from replicas.invariant.attention import Products, attend
+from replicas.invariant.host_attention import Products, attend
 from replicas.invariant.ops import COUNTS, TILE, Arithmetic, Product
 
 _WEIGHT_NUMBERS_MOST = 1 << 27

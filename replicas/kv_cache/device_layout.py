@@ -16,7 +16,7 @@ from replicas.kv_cache.shape import SCRAP_BLOCK, CacheShape, TokenRange
 from replicas.transfers import upload
 
 
-class DeviceWindow:
+class DevicePassLayout:
     """One pass: `width` positions of each row from its start on, or some cells of that grid.
 
     A cell is row * width + column. Positions outside a row (before 0, or beyond its blocks) are
@@ -89,7 +89,7 @@ class DeviceWindow:
         return torch.cat((flat, flat.new_zeros((more, *flat.shape[1:])))) if more else flat
 
 
-class DeviceLayout:
+class DeviceStepLayout:
     """The passes of one step; see `replicas.invariant`'s StepLayout."""
 
     def __init__(
@@ -115,16 +115,16 @@ class DeviceLayout:
     def positions(self) -> torch.Tensor:  # [rows, width], int64
         return self._starts[:, None] + torch.arange(self._width, device=self._table.device)
 
-    def window(self, begin: int, end: int) -> DeviceWindow:
+    def window(self, begin: int, end: int) -> DevicePassLayout:
         starts = self._starts + begin if begin else self._starts
-        return DeviceWindow(self._table, starts, end - begin, self._reach, self._shape)
+        return DevicePassLayout(self._table, starts, end - begin, self._reach, self._shape)
 
 
 def device_ranges(
     table: torch.Tensor,  # [rows, blocks], int64
     ranges: Sequence[TokenRange],
     shape: CacheShape,
-) -> DeviceWindow:
+) -> DevicePassLayout:
     """The pass over all tokens of the ranges, row by row, as cells of a grid."""
     width = max(end - begin for begin, end in ranges)
     cells = [
@@ -135,7 +135,7 @@ def device_ranges(
     starts = [begin for begin, _ in ranges]
     reach = max(starts) + width
     ragged = len(cells) < len(ranges) * width
-    return DeviceWindow(
+    return DevicePassLayout(
         table,
         upload(starts, torch.int64, table.device),
         width,

@@ -24,7 +24,7 @@ class CacheShape:
     """A pass on a device computes a multiple of so many tokens."""
 
 
-def passes(
+def divided_into_passes(
     ranges: Sequence[TokenRange], tokens_most: int
 ) -> Iterator[list[tuple[int, TokenRange]]]:
     """The ranges in passes of at most so many tokens: which rows, and what of each is in the pass.

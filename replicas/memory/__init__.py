@@ -2,12 +2,5 @@
 
 from replicas.memory.buffers import Buffers, PassBytes, Workload
 from replicas.memory.measure import measured_passes
-from replicas.memory.plan import (
-    MemoryPlan,
-    TooLittleMemory,
-    check_memory,
-    free_bytes,
-    in_mib,
-    plan_memory,
-)
-from replicas.memory.shapes import DraftMemory, ModelShape, PairShape, weight_bytes, without_storage
+from replicas.memory.plan import MemoryPlan, check_memory, free_bytes, in_mib, plan_memory
+from replicas.memory.shapes import DraftMemory, PairShape

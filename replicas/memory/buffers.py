@@ -12,8 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from replicas.invariant import GATHERED_MOST, PIECE, SCORES_MOST, TILE
-from replicas.memory.shapes import ModelShape, PairShape
-from replicas.models.attention import summed_in_pieces
+from replicas.memory.shapes import PairShape
+from replicas.models.device_attention import summed_in_pieces
+from replicas.models.model_shape import ModelShape
 
 _FLOAT32 = 4
 _GROUPS = 4
@@ -92,11 +93,11 @@ def buffers(pair: PairShape, work: Workload, item: int, taken: PassBytes, on_gpu
     `recorded` and `prepacked` are 0: not every replica has them.
     """
     target = pair.target
-    rotary = sum(4 * work.context_len * one.head_dim for one in pair.models) * item
+    rotary = sum(4 * work.context_len * model.head_dim for model in pair.models) * item
     # A drafter takes hidden states of all tokens of a pass, and joins them.
-    tapped = 2 * pair.draft.taps * target.hidden * item
-    step = taken.step + tapped * work.step_tokens
-    prefill = taken.prefill + tapped * work.pass_tokens
+    aux_bytes = 2 * pair.draft.aux_layers * target.hidden * item
+    step = taken.step + aux_bytes * work.step_tokens
+    prefill = taken.prefill + aux_bytes * work.pass_tokens
     widest = max(target.vocab, target.intermediate, target.heads * target.head_dim)
     loading = target.hidden * widest * (8 if item == _FLOAT32 else _FLOAT32)
     kept = 0 if on_gpu else pair.draft.kept
@@ -114,18 +115,18 @@ def computed_passes(
         # Rows are read as far as if the widest stood at the end of the context.
         length = work.context_len + work.draft_len + 1
         longest = work.context_len + work.chunk_tokens
-        logits = max(one.vocab for one in models) * (2 * item + _SAMPLING_COPIES * _FLOAT32)
+        logits = max(model.vocab for model in models) * (2 * item + _SAMPLING_COPIES * _FLOAT32)
         step, prefill = 0, 0
         tokens = work.step_tokens
         if tiled:
             tokens = -(-tokens // TILE) * TILE
-        for one in models:
+        for model in models:
             if on_gpu:
-                attended = _device_attention(one, work.rows, work.draft_len + 1, length)
-                filled = _device_attention(one, work.prefill_rows, work.chunk_tokens, longest)
+                attended = _device_attention(model, work.rows, work.draft_len + 1, length)
+                filled = _device_attention(model, work.prefill_rows, work.chunk_tokens, longest)
             else:
-                attended = filled = _host_attention(one, work.rows, length, item)
-            token = _token_numbers(one) * item
+                attended = filled = _host_attention(model, work.rows, length, item)
+            token = _token_numbers(model) * item
             step = max(step, token * max(work.step_tokens, TILE) + attended)
             prefill = max(prefill, token * max(work.pass_tokens, TILE) + filled)
         return PassBytes(step + tokens * logits, prefill)
@@ -144,8 +145,8 @@ def _host_attention(shape: ModelShape, rows: int, length: int, item: int) -> int
     """Groups are bounded; one row alone may have more, `TILE` tokens of it at once."""
     row = TILE * shape.heads * length
     scores = max(min(SCORES_MOST, rows * row), row) * _GROUPS
-    one = length * shape.kv_numbers
-    gathered = max(min(GATHERED_MOST, rows * one), one)
+    numbers = length * shape.kv_numbers
+    gathered = max(min(GATHERED_MOST, rows * numbers), numbers)
     return (scores + row) * _FLOAT32 + 2 * gathered * item
 
 

@@ -16,17 +16,17 @@ from replicas.config import ReplicaConfig
 from replicas.invariant import TILE, Arithmetic
 from replicas.kv_cache import SCRAP_BLOCK, CacheShape, PagedCache
 from replicas.memory.buffers import MeasurePasses, PassBytes, Workload
-from replicas.memory.shapes import ModelShape
-from replicas.models.attention import device_attention
+from replicas.models.device_attention import device_attention
+from replicas.models.model_shape import ModelShape
 from replicas.models.paged_model import NONE, PagedModel
 from replicas.sampling import SamplingBatch, choose
-from scheduler.messages import SamplingParams
+from scheduler.messages import Sampling
 
 _BLOCKS = 8
 """Of the cache: enough to try attention out."""
 TOO_MUCH = 1 << 60
 """Bytes of a pass for which the device has no room."""
-_FILTERED = SamplingParams(temperature=100.0, top_k=10_000, top_p=0.9, min_p=0.01)
+_FILTERED = Sampling(temperature=100.0, top_k=10_000, top_p=0.9, min_p=0.01)
 """Of choosing it takes the most: so flat, that few tokens never suffice."""
 
 Peak = Callable[[Callable[[], object], torch.device], int]
@@ -99,7 +99,7 @@ def measured_passes(
         # A narrower step may take more: its sums are by pieces of the context.
         widths = {width, min(width, backend.width_most)}
         return PassBytes(
-            max(taken(step, work.rows, one) for one in widths), taken(prefill, *chunks)
+            max(taken(step, work.rows, width) for width in widths), taken(prefill, *chunks)
         )
 
     return passes

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from replicas.config import ReplicaConfig
+from replicas.errors import TooLittleMemory
 from replicas.invariant import can_prepack
 from replicas.memory.buffers import (
     Buffers,
@@ -27,7 +28,7 @@ from replicas.memory.buffers import (
     prepacked_bytes,
 )
 from replicas.memory.shapes import PairShape
-from replicas.models.load import dtype_of
+from replicas.models.loader import dtype_of
 from scheduler.config import SchedulerConfig
 
 _CPU_SHARE = 0.10
@@ -39,15 +40,6 @@ PASS_TOKENS_LEAST = 64
 _ACCEPTANCE = 0.7
 """What rows and draft tokens are weighed with where not all of them fit."""
 _MIB = 1 << 20
-
-
-class TooLittleMemory(ValueError):
-    """Not one sequence of full length would fit; the message names the least that would do."""
-
-    def __init__(self, message: str, least: int) -> None:
-        super().__init__(message)
-        self.least = least
-        """Bytes for weights, KV cache and buffers that would do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +218,7 @@ def _fitting(
     if not rows:
         return None
     all_widths = [wanted.shrunk(rows, k, width) for width in widths]
-    return next((one for one in all_widths if size(one) <= min(most, usual)), all_widths[-1])
+    return next((width for width in all_widths if size(width) <= min(most, usual)), all_widths[-1])
 
 
 def check_memory(config: ReplicaConfig, pair: PairShape, device: torch.device) -> None:

@@ -17,6 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from replicas.config import ReplicaConfig
+from replicas.errors import PairRefused
 from replicas.invariant import (
     COUNTS,
     TILE,
@@ -29,10 +30,9 @@ from replicas.invariant import (
     what_changes_logits,
 )
 from replicas.kv_cache import CacheShape, PagedCache
-from replicas.memory import ModelShape
-from replicas.models.attention import device_attention
 from replicas.models.decoder import JoinedDecoder, NotJoined
-from replicas.models.names import PairRefused
+from replicas.models.device_attention import device_attention
+from replicas.models.model_shape import ModelShape
 from replicas.models.paged_model import ERROR_FLOOR, AttentionBackend, Output, PagedModel
 from replicas.models.reference import FINER, own_logits
 
@@ -118,8 +118,8 @@ def _in_tiles(model: PreTrainedModel, cache: PagedCache, on_host: bool) -> tuple
     # On a host a function of some rows may depend on where its threads divide them.
     if not on_host:
         decoder, layers = _joined(model, cache, False, backend)
-        for one in decoder.products if decoder else ():
-            one.tile = TILE
+        for product in decoder.products if decoder else ():
+            product.tile = TILE
         if decoder is not None:
             paged = PagedModel(model, cache, backend, arithmetic, decoder)
             differing = what_changes_logits(paged)
@@ -145,12 +145,12 @@ def _usual(
     if on_host and exact and model.dtype is torch.float32:
         products = products or _tiled_products(model, prepack)
         if products:
-            shapes = {(one.weight.shape[1], one.weight.shape[0]) for one in products}
+            shapes = {(product.weight.shape[1], product.weight.shape[0]) for product in products}
             rowwise = decoder.rowwise if decoder else _rowwise(model)
             arithmetic = prove(shapes, [cache.shape.head_dim], rowwise, prepack)
             backend = HostBackend(cache, arithmetic)
-    for one in products if on_host else ():
-        one.tile = arithmetic.tile
+    for product in products if on_host else ():
+        product.tile = arithmetic.tile
     paged = PagedModel(model, cache, backend, arithmetic, decoder)
     trial_logits(paged)
     return paged, f"{layers}, prepacked weights" if prepack else layers
@@ -166,7 +166,7 @@ def _joined(
     except NotJoined as reason:
         return None, f"separate layers ({reason})"
     joined = trial_logits(PagedModel(model, cache, backend, Arithmetic(), decoder))
-    own_error, error = (float((one - truth).abs().max()) for one in (own, joined))
+    own_error, error = (float((logits - truth).abs().max()) for logits in (own, joined))
     floor = ERROR_FLOOR[model.dtype] * float(truth.abs().max())
     truly = str(finer).removeprefix("torch.")
     figures = f"error {error:.1e} against {truly}, the model's own {own_error:.1e}"
@@ -184,18 +184,18 @@ def _trial_tokens(model: PreTrainedModel, shape: CacheShape) -> torch.Tensor:
 def _tiled_products(model: PreTrainedModel, prepack: bool) -> list[Product]:
     """Have the model's own linear layers compute in tiles; none of a model with other layers that
     multiply."""
-    linears = [one for one in model.modules() if type(one) is nn.Linear]
-    known = {id(weight) for one in linears for weight in one.parameters()}
-    others = (one for one in model.parameters() if one.dim() > 1 and id(one) not in known)
+    linears = [layer for layer in model.modules() if type(layer) is nn.Linear]
+    known = {id(weight) for layer in linears for weight in layer.parameters()}
+    weights = (weight for weight in model.parameters() if weight.dim() > 1)
     embedding = model.get_input_embeddings().weight
-    if any(one is not embedding for one in others):
+    if any(weight is not embedding and id(weight) not in known for weight in weights):
         return []
-    if any("forward" in vars(one) for one in linears):
+    if any("forward" in vars(layer) for layer in linears):
         return []  # a rank's part: sums are finished elsewhere
     products = []
-    for one in linears:
-        product = Product.of(one.weight, one.bias, prepack)
-        one.forward = _forward_of(product)  # type: ignore[method-assign, assignment]
+    for layer in linears:
+        product = Product.of(layer.weight, layer.bias, prepack)
+        layer.forward = _forward_of(product)  # type: ignore[method-assign, assignment]
         products.append(product)
     return products
 
@@ -211,7 +211,7 @@ def _rowwise(model: PreTrainedModel) -> list[tuple[RowFunction, int]]:
     """One norm, activation and rotary table of each kind of a model's own layers, and the width of
     its input."""
     functions: dict[tuple[type, int], RowFunction] = {}
-    inner = {one.in_features for one in model.modules() if type(one) is nn.Linear}
+    inner = {layer.in_features for layer in model.modules() if type(layer) is nn.Linear}
     for module in model.modules():
         if "RotaryEmbedding" in type(module).__name__:
             functions[type(module), 1] = _table_of(module)

@@ -145,7 +145,7 @@ class JoinedDecoder:
 
     @property
     def products(self) -> list[Product]:
-        of_layers = [(one.qkv, one.out, one.gate_up, one.down) for one in self._layers]
+        of_layers = [(layer.qkv, layer.out, layer.gate_up, layer.down) for layer in self._layers]
         return [self._head, *(product for layer in of_layers for product in layer)]
 
     @property
@@ -179,16 +179,16 @@ class JoinedDecoder:
         positions: torch.Tensor,  # [tokens], int64
         slots: Any,  # [tokens], int64, of the cache's kind
         attention: LayerAttention,
-        taps: tuple[int, ...] = (),
-        fill: bool = False,
+        aux_layers: tuple[int, ...] = (),
+        kv_only: bool = False,
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:  # [tokens, hidden], each the same
-        """The last hidden states, and those after the layers that `taps` names (0: the embedding).
+        """The last hidden states, and those after the `aux_layers` (0: the embedding).
 
-        To `fill` the last layer ends where its keys and values are written; then the first result
-        means nothing.
+        With `kv_only` the last layer ends where its keys and values are written; then the first
+        result means nothing.
         """
         x = embedding(tokens, self._embedding)
-        tapped = [x.clone()] if 0 in taps else []
+        aux_hidden_states = [x.clone()] if 0 in aux_layers else []
         kernels = self.kernels
         rotation = None if kernels else self._rotation(positions)
         last = len(self._layers) - 1
@@ -203,7 +203,7 @@ class JoinedDecoder:
                 self._rotated(layer, qkv, rotation)
                 fresh = qkv[:, self._heads :].view(-1, 2, self._kv_heads, self._dim)
                 self._cache.write(index, slots, fresh)
-            if fill and index == last and index + 1 not in taps:
+            if kv_only and index == last and index + 1 not in aux_layers:
                 break
             x = layer.after_attention(layer.out(attention(index, qkv, self._scaling))).add_(x)
             inner = layer.gate_up(layer.before_mlp(x))
@@ -212,9 +212,9 @@ class JoinedDecoder:
             else:
                 inner = layer.activated(inner)
             x = layer.after_mlp(layer.down(inner)).add_(x)
-            if index + 1 in taps:
-                tapped.append(x.clone())
-        return x, tapped
+            if index + 1 in aux_layers:
+                aux_hidden_states.append(x.clone())
+        return x, aux_hidden_states
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:  # [tokens, hidden] -> [tokens, vocab]
         return self._head(self._norm(x))
@@ -294,7 +294,7 @@ def _join(parts: Iterable[nn.Linear]) -> tuple[torch.Tensor, torch.Tensor | None
     joined: list[torch.Tensor | None] = []
     for name in ("weight", "bias"):
         own = [getattr(part, name) for part in parts if getattr(part, name) is not None]
-        whole = torch.cat([one.detach() for one in own]) if own else None
+        whole = torch.cat([tensor.detach() for tensor in own]) if own else None
         joined.append(whole)
         if whole is not None:
             views = torch.split(whole, [part.out_features for part in parts])

@@ -20,7 +20,8 @@ from pathlib import Path
 
 from huggingface_hub.utils import WeakFileLock  # type: ignore[attr-defined]
 
-from replicas.models.names import READERS, PairRefused
+from replicas.errors import PairRefused
+from replicas.names import READERS
 
 _WAIT_S_MAX = 3600.0
 """How long another process may take to convert the same file."""

@@ -17,10 +17,10 @@ from torch import nn
 from torch.nn.functional import pad
 from transformers import AttentionInterface, PreTrainedModel
 
+from replicas.errors import PairRefused
 from replicas.invariant import Arithmetic, PassLayout
-from replicas.kv_cache import DeviceWindow, PagedCache, TokenRange, passes
+from replicas.kv_cache import DevicePassLayout, PagedCache, TokenRange, divided_into_passes
 from replicas.models.decoder import JoinedDecoder, LayerAttention
-from replicas.models.names import PairRefused
 from replicas.transfers import upload
 
 ATTENTION = "lockstep_paged"
@@ -32,7 +32,7 @@ ERROR_FLOOR = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """An error that is always accepted, as a share of the largest logit: the noise of a few tokens."""
 
 
-Layout = PassLayout | DeviceWindow
+BatchLayout = PassLayout | DevicePassLayout
 """Where a pass reads and writes, on a CPU and on a device."""
 
 
@@ -50,7 +50,7 @@ class AttentionBackend(Protocol):
         """
         ...
 
-    def ranges_layout(self, table: torch.Tensor, ranges: Sequence[TokenRange]) -> Layout:
+    def ranges_layout(self, table: torch.Tensor, ranges: Sequence[TokenRange]) -> BatchLayout:
         """The pass over positions [begin, end) of each row, row by row."""
         ...
 
@@ -60,24 +60,24 @@ class AttentionBackend(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Wants:
+class ForwardOptions:
     """What a forward pass shall return."""
 
     logits: torch.Tensor | bool = True
     """Of which tokens, [n], int64; True: of all; False: of none."""
-    taps: tuple[int, ...] = ()
+    aux_layers: tuple[int, ...] = ()
     """Hidden states after so many layers, as transformers counts them (0: the embedding), below the
     number of layers."""
 
 
-ALL = Wants()
-NONE = Wants(logits=False)
+ALL = ForwardOptions()
+NONE = ForwardOptions(logits=False)
 
 
 @dataclass(slots=True)
 class Output:
     logits: torch.Tensor | None  # [n, vocab]
-    taps: list[torch.Tensor] = field(default_factory=list)  # each [tokens, hidden]
+    aux_hidden_states: list[torch.Tensor] = field(default_factory=list)  # each [tokens, hidden]
 
 
 class Model(Protocol):
@@ -90,7 +90,7 @@ class Model(Protocol):
 
     @property
     def forward(self) -> Callable[..., Output]:
-        """(tokens, layout, wants, *hidden)."""
+        """(tokens, layout, options, *hidden)."""
         ...
 
 
@@ -119,43 +119,49 @@ class PagedModel:
     def forward(
         self,
         tokens: torch.Tensor,  # [tokens], int64
-        layout: Layout,
-        wants: Wants = ALL,
+        layout: BatchLayout,
+        options: ForwardOptions = ALL,
     ) -> Output:
         """The logits and hidden states wanted; KV entries of all tokens are written on the way."""
         count, padded = tokens.shape[0], layout.positions.shape[0]
         if padded > count:
             tokens = pad(tokens, (0, padded - count))
-        kept, rows = wants.logits, count
+        kept, rows = options.logits, count
         if isinstance(kept, torch.Tensor):
             rows = kept.shape[0]
             kept = pad(kept, (0, self.arithmetic.padded(rows) - rows))
         if self.decoder is None:
-            logits, taps = self._own(tokens, layout, kept, wants.taps)
+            logits, hidden = self._own(tokens, layout, kept, options.aux_layers)
         else:
-            logits, taps = self._joined(self.decoder, tokens, layout, kept, wants.taps)
-        taps = [tap[:count] for tap in taps]
-        return Output(None if logits is None else logits[:rows], taps)
+            logits, hidden = self._joined(self.decoder, tokens, layout, kept, options.aux_layers)
+        hidden = [states[:count] for states in hidden]
+        return Output(None if logits is None else logits[:rows], hidden)
 
     def _joined(
         self,
         decoder: JoinedDecoder,
         tokens: torch.Tensor,
-        layout: Layout,
+        layout: BatchLayout,
         kept: torch.Tensor | bool,
-        taps: tuple[int, ...],
+        aux_layers: tuple[int, ...],
     ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
-        fill = kept is False
+        kv_only = kept is False
         attention = self.backend.begin(layout, decoder.stride)
-        x, tapped = decoder.forward(tokens, layout.positions, layout.slots, attention, taps, fill)
-        if fill:
-            return None, tapped
+        x, hidden = decoder.forward(
+            tokens, layout.positions, layout.slots, attention, aux_layers, kv_only
+        )
+        if kv_only:
+            return None, hidden
         if isinstance(kept, torch.Tensor):
             x = x.index_select(0, kept)
-        return decoder.logits(x), tapped
+        return decoder.logits(x), hidden
 
     def _own(
-        self, tokens: torch.Tensor, layout: Layout, kept: torch.Tensor | bool, taps: tuple[int, ...]
+        self,
+        tokens: torch.Tensor,
+        layout: BatchLayout,
+        kept: torch.Tensor | bool,
+        aux_layers: tuple[int, ...],
     ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
         config = self.model.config
         heads = int(config.num_attention_heads)
@@ -168,12 +174,12 @@ class PagedModel:
                 use_cache=True,
                 # One position's logits are the least that such a model computes.
                 logits_to_keep=1 if kept is False else 0 if kept is True else kept,
-                output_hidden_states=bool(taps),
+                output_hidden_states=bool(aux_layers),
             )
         finally:
             _PASS.reset(reset)
-        tapped = [out.hidden_states[tap][0] for tap in taps]
-        return (None if kept is False else out.logits[0]), tapped
+        hidden = [out.hidden_states[number][0] for number in aux_layers]
+        return (None if kept is False else out.logits[0]), hidden
 
 
 # --------------------------------------------------------------------------- transformers' doors
@@ -184,7 +190,7 @@ class _Pass:
     """The forward pass of a model's own that runs now."""
 
     cache: PagedCache
-    layout: Layout
+    layout: BatchLayout
     attention: LayerAttention
     layer: int = 0
 
@@ -246,7 +252,7 @@ def plain_attention(
 ) -> torch.Tensor:  # [1, tokens, heads, head_dim]
     """Over the keys that are given, the last of which are the tokens' own."""
     heads, tokens = query.shape[1:3]
-    key, value = (one.repeat_interleave(heads // one.shape[1], 1) for one in (key, value))
+    key, value = (tensor.repeat_interleave(heads // tensor.shape[1], 1) for tensor in (key, value))
     keys = key.shape[2]
     hidden = torch.full((tokens, keys), -torch.inf, dtype=query.dtype, device=query.device)
     scores = query @ key.transpose(2, 3) * scale + hidden.triu(1 + keys - tokens)
@@ -256,21 +262,21 @@ def plain_attention(
 AttentionInterface.register(ATTENTION, paged_attention)
 
 
-Filled = Callable[[list[int], list[TokenRange], Output], None]
+OnPass = Callable[[list[int], list[TokenRange], Output], None]
 """Told after each pass: which rows, what of each was computed, and what was wanted of it."""
 
 
-def fill(
+def prefill(
     model: Model,
     contents: Sequence[Sequence[int]],
     ranges: Sequence[TokenRange],
     table: torch.Tensor,  # [rows, blocks], int64
     pass_tokens: int,
-    wants: Wants = NONE,
-    filled: Filled | None = None,
+    options: ForwardOptions = NONE,
+    on_pass: OnPass | None = None,
 ) -> None:
     """Write KV for the tokens of each row's range, in passes of at most so many tokens."""
-    for one_pass in passes(ranges, pass_tokens):
+    for one_pass in divided_into_passes(ranges, pass_tokens):
         rows = [row for row, _ in one_pass]
         parts = [part for _, part in one_pass]
         # An id that only the target has, padding of its embedding, is fed as the last one.
@@ -279,6 +285,6 @@ def fill(
             min(token, last) for row, (begin, end) in one_pass for token in contents[row][begin:end]
         ]
         layout = model.backend.ranges_layout(table[rows], parts)
-        out = model.forward(upload(fed, torch.int64, table.device), layout, wants)
-        if filled is not None:
-            filled(rows, parts, out)
+        out = model.forward(upload(fed, torch.int64, table.device), layout, options)
+        if on_pass is not None:
+            on_pass(rows, parts, out)

@@ -30,8 +30,8 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from replicas.models.names import PairRefused
-from replicas.models.shapes import SHAPES, PlantedName, map_shift, parse_planted
+from replicas.errors import PairRefused
+from replicas.names import SHAPES, PlantedName, map_shift, parse_planted
 
 _log = logging.getLogger(__name__)
 

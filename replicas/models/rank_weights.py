@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
-from replicas.models.names import PairRefused
+from replicas.errors import PairRefused
 
 _COLUMNS, _COLUMNS_JOINED = "colwise", "colwise_gather_output"
 _ROWS, _ROWS_OF_WHOLE = "rowwise", "rowwise_split_input"

@@ -53,7 +53,7 @@ def judge(
     tokens = torch.tensor(content, device=model.device)
     theirs = own_logits(model, tokens)[-1]
     truth = own_logits(model, tokens, torch.float64)[-1]
-    errors = [float((one - truth).abs().max()) for one in (theirs, logits)]
+    errors = [float((found - truth).abs().max()) for found in (theirs, logits)]
     gap = float(truth[expected] - truth[got])
     return Judgement(gap, errors[0], errors[1], int(truth.argmax()))
 

@@ -30,14 +30,14 @@ import torch
 from replicas.sampling.columns import likeliest
 from replicas.sampling.noise import NOISE_MOST, Noise, noise_keys
 from replicas.transfers import upload
-from scheduler.messages import SamplingParams
+from scheduler.messages import Sampling
 
 _LIKELIEST = 256
 _LIKELIEST_OF_DRAFT = 64
 _UNITS = 2.0**34
 """Of weight per likeliest token: in whole units a float64 holds every sum of weights exactly."""
 
-_GREEDY = SamplingParams()
+_GREEDY = Sampling()
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class SamplingBatch:
     any_min_p: bool
 
     @classmethod
-    def of(cls, params: Sequence[SamplingParams], device: torch.device) -> SamplingBatch:
+    def of(cls, params: Sequence[Sampling], device: torch.device) -> SamplingBatch:
         """Stack the rows' parameters; the last batches' are kept, for rows stay together."""
         return _stacked(tuple(p if p.temperature else _GREEDY for p in params), device)
 
@@ -83,7 +83,7 @@ class SamplingBatch:
 
 
 @lru_cache(maxsize=64)
-def _stacked(params: tuple[SamplingParams, ...], device: torch.device) -> SamplingBatch:
+def _stacked(params: tuple[Sampling, ...], device: torch.device) -> SamplingBatch:
     def column(values: list[float] | list[int], dtype: torch.dtype) -> torch.Tensor:
         return upload(values, dtype, device)[:, None, None]
 
@@ -209,7 +209,7 @@ def _best(
     if sampling.any_top_p:
         weights = _weights(scores)
         most = sampling.top_p * (_sum(weights) if total is None else total)
-        parts = (one.flatten(0, 1) for one in (scores, noisy, weights, most))
+        parts = (tensor.flatten(0, 1) for tensor in (scores, noisy, weights, most))
         _enter_nucleus(place.view(-1), *parts)
     return place, noisy
 

@@ -107,7 +107,7 @@ class Dispatcher:
             replica.id,
             len(replica.ready) + replica.stepping,
             self._config.prefill_tokens_max,
-            begin=0 if begun is None else begun.filled,
+            begin=0 if begun is None else begun.prefilled,
         )
 
     def _fill_pipeline(self, replica: ReplicaRecord) -> None:
@@ -154,7 +154,7 @@ class Dispatcher:
         # first token waits for no second one.
         others = prompts_wait or replica.pipeline.batches
         steps_most = 1
-        if not others and len(rows) == ready and all(one.committed for one in rows):
+        if not others and len(rows) == ready and all(row.committed for row in rows):
             steps_most = self._config.steps_per_batch_max
         return self._step(replica, rows, steps_most)
 
@@ -190,7 +190,7 @@ class Dispatcher:
             self._pool.place(sequence, replica, self._now_s)
         prefill = tuple(_prefill_row(*chunk) for chunk in given)
         batch = Batch(next(self._batch_ids), replica.id, BatchKind.PREFILL, prefill=prefill)
-        self._pool.fill(given, batch.id)
+        self._pool.begin_prefill(given, batch.id)
         self._send(replica, batch, [sequence for sequence, _, _ in given])
 
     def _next_rows(self, replica: ReplicaRecord) -> list[Sequence]:
@@ -209,7 +209,7 @@ class Dispatcher:
             if len(rows) >= limit:
                 break
             rows.append(sequence)
-        return sorted(rows, key=lambda one: one.length)
+        return sorted(rows, key=lambda row: row.length)
 
     def _step(self, replica: ReplicaRecord, rows: list[Sequence], steps_most: int) -> bool:
         """Some steps of these ready rows, by rising length. Where blocks run out, a sequence is
@@ -227,8 +227,8 @@ class Dispatcher:
         self._pool.step(replica, rows, lacking, batch_id)
         step_rows = tuple(
             [
-                StepRow(one.id, one.length, draft_len, one.blocks)
-                for one, draft_len in zip(rows, plan.draft_lens, strict=True)
+                StepRow(row.id, row.length, draft_len, row.blocks)
+                for row, draft_len in zip(rows, plan.draft_lens, strict=True)
             ]
         )
         batch = Batch(
@@ -251,9 +251,9 @@ class Dispatcher:
         """KV blocks ran out: the youngest sequence of the lowest priority waits again with its
         tokens, in the order of its class. None goes twice: a sequence that was sent back once has
         all blocks that it may need, so it is not the cause, and another is."""
-        residents = [one for one in replica.residents.values() if not one.preempted]
+        residents = [resident for resident in replica.residents.values() if not resident.preempted]
         assert residents, f"replica {replica.id}: blocks ran out though all are set aside"
-        victim = max(residents, key=lambda one: (one.request.priority, one.number))
+        victim = max(residents, key=lambda resident: (resident.request.priority, resident.number))
         self._pool.send_back([victim], first=False)
         self._pool.preempted += 1
         victim.preempted = True
@@ -285,10 +285,10 @@ def _lacking(
     ahead = plan.steps * (plan.draft_len + 1)
     block_size = replica.spec.block_size
     lacking, growth = [], 0
-    for one in rows:
-        if one.length + ahead > one.blocks * block_size:
-            needed = blocks_needed(min(one.length + ahead, one.length_max), block_size)
-            if needed > one.blocks:
-                lacking.append((one, needed))
-                growth += needed - one.blocks
+    for row in rows:
+        if row.length + ahead > row.blocks * block_size:
+            needed = blocks_needed(min(row.length + ahead, row.length_max), block_size)
+            if needed > row.blocks:
+                lacking.append((row, needed))
+                growth += needed - row.blocks
     return lacking, growth

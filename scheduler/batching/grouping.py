@@ -49,10 +49,10 @@ def choose_rows(
     """The rows of the next batch, shortest first. `per_round` is G. Needs a ready row."""
     size, due_from = min(rows_max, len(ready)), (wait_rounds - 1) * per_round
     rising, oldest = ready.by_length(), next(iter(ready))
-    if ready.passes(oldest) < due_from:
+    if ready.times_passed_over(oldest) < due_from:
         lag, row = ready.most_behind()
         return _tightest(rising, row, size) if lag >= LAG else rising[:size]
-    due = takewhile(lambda row: ready.passes(row) >= due_from, ready)
+    due = takewhile(lambda row: ready.times_passed_over(row) >= due_from, ready)
     window = _tightest(rising, oldest, size)
     nearest = sorted(window, key=lambda row: abs(row.length - oldest.length))
     chosen = dict.fromkeys([*islice(due, size), *nearest])

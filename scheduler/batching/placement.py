@@ -120,8 +120,8 @@ def _next_quarantined(replica: ReplicaRecord, pool: Pool) -> Placement:
             continue
         assert sequence.record.rows_limit is not None
         rows_most = min(rows_most, sequence.record.rows_limit)
-        tokens += sequence.fill
-        beside = [one for one, _, _ in chunks]
+        tokens += sequence.prefill_len
+        beside = [placed for placed, _, _ in chunks]
         fits = len(chunks) < rows_most and replica.has_blocks(sequence, beside)
         if chunks and (not fits or tokens > config.prefill_tokens_max):
             break
@@ -129,7 +129,7 @@ def _next_quarantined(replica: ReplicaRecord, pool: Pool) -> Placement:
             if replica.reserved_for is None and sequence.reservation is None:
                 placement.reserve = sequence
             break
-        chunks.append((sequence, 0, sequence.fill))
+        chunks.append((sequence, 0, sequence.prefill_len))
     return placement
 
 
@@ -150,25 +150,25 @@ def _next_rows(replica: ReplicaRecord, pool: Pool, tokens: int) -> Placement:
     if replica.draining or rows_most <= 0:
         return placement
     # Asked once: the load of other replicas does not change while this one chooses.
-    others = [pool.replicas[one] for _, one in pool.open[:CANDIDATES_MAX] if one != replica.id]
+    others = [pool.replicas[id] for _, id in pool.open[:CANDIDATES_MAX] if id != replica.id]
     reserved_for = replica.reserved_for
     for sequence in islice(_as_far_as(reserved_for, pool.waiting.values()), SCAN_MAX):
         if len(chunks) >= rows_most:
             break
         if sequence.quarantined or not replica.could_hold(sequence):
             continue
-        if not replica.has_blocks(sequence, [one for one, _, _ in chunks]):
+        if not replica.has_blocks(sequence, [placed for placed, _, _ in chunks]):
             if sequence.reservation is None and reserved_for is None:
                 placement.reserve = sequence
                 break
             continue
-        part = min(sequence.fill, left)
+        part = min(sequence.prefill_len, left)
         load = replica.load + len(chunks)
-        if (sequence.fill and not left) or _is_lighter(others, sequence, load, config):
+        if (sequence.prefill_len and not left) or _is_lighter(others, sequence, load, config):
             break
         chunks.append((sequence, 0, part))
         left -= part
-        if part < sequence.fill:
+        if part < sequence.prefill_len:
             break
     placement.tokens_left = left
     return placement
@@ -201,7 +201,7 @@ def lightest(replica: ReplicaRecord, pool: Pool) -> ReplicaRecord | None:
         return None
     most, rows_max = pool.config.batches_in_flight_max, pool.config.rows_max
     takes = ((load, pool.replicas[replica_id]) for load, replica_id in pool.open)
-    load, target = next((one for one in takes if len(one[1].pipeline) < most), (0, None))
+    load, target = next((pair for pair in takes if len(pair[1].pipeline) < most), (0, None))
     if target is None or replica.load - load <= rows_max:
         return None
     if batches_per_round(load + 1, rows_max) >= batches_per_round(replica.load, rows_max):
@@ -225,8 +225,8 @@ def rows_to_move(
     # Tokens that a row would commit earlier, less those that its prefill costs.
     share = 1 - turns_there / turns
     gains = [
-        (one.tokens_left * share - one.length / PREFILL_TOKENS_PER_STEP, one)
-        for one in replica.ready
+        (row.tokens_left * share - row.length / PREFILL_TOKENS_PER_STEP, row)
+        for row in replica.ready
     ]
     most = min(config.prefill_rows_max, (replica.load - target.load) // 2)
     gains.sort(key=lambda pair: (-pair[0], pair[1].number))

@@ -20,25 +20,25 @@ from scheduler.state import Chunk, ReplicaRecord, Sequence
 
 def oldest_partial(replica: ReplicaRecord) -> Sequence | None:
     """The row that arrived first of those that were begun."""
-    return min(replica.partial.values(), key=lambda one: one.number, default=None)
+    return min(replica.partial.values(), key=lambda row: row.number, default=None)
 
 
 def first_half(replica: ReplicaRecord, tokens: int) -> int:
     """What the row that was begun first has of the tokens before all others."""
     oldest = oldest_partial(replica)
-    return 0 if oldest is None else min(tokens - tokens // 2, oldest.fill - oldest.filled)
+    return 0 if oldest is None else min(tokens - tokens // 2, oldest.prefill_len - oldest.prefilled)
 
 
 def chunks_of_begun(replica: ReplicaRecord, rows: int, tokens: int, left: int) -> list[Chunk]:
     """What rows that were begun have of a batch of so many tokens: the oldest its half, and all of
     them what the rows that waited have `left` of the rest, in `rows` places beside the oldest."""
-    oldest, given = oldest_partial(replica), []
-    for sequence in sorted(replica.partial.values(), key=lambda one: one.fill - one.filled):
+    oldest, given, begun = oldest_partial(replica), [], replica.partial.values()
+    for sequence in sorted(begun, key=lambda row: row.prefill_len - row.prefilled):
         has = first_half(replica, tokens) if sequence is oldest else 0
-        more = min(sequence.fill - sequence.filled - has, left)
+        more = min(sequence.prefill_len - sequence.prefilled - has, left)
         if not has and (rows <= 0 or not more):
             continue
         rows -= not has
         left -= more
-        given.append((sequence, sequence.filled, sequence.filled + has + more))
+        given.append((sequence, sequence.prefilled, sequence.prefilled + has + more))
     return given

@@ -53,8 +53,8 @@ class Acceptance:
     def of(self, sequences: Iterable[Sequence]) -> list[float]:
         """Probabilities in [0, 1] that one more draft token of each sequence is accepted."""
         return [
-            (one.agreed + PRIOR_TRIES * self._class_of(one).acceptance) / (one.tried + PRIOR_TRIES)
-            for one in sequences
+            (row.agreed + PRIOR_TRIES * self._class_of(row).acceptance) / (row.tried + PRIOR_TRIES)
+            for row in sequences
         ]
 
     def overall(self, greedy: bool) -> float:
@@ -89,9 +89,8 @@ def likelihoods(acceptances: Rows[float], limits: Rows[int], most: int) -> list[
     found = []
     for position in range(most):
         if position >= least:
-            likely = [
-                one if position < limit else 0.0 for one, limit in zip(likely, limits, strict=True)
-            ]
+            chances = zip(likely, limits, strict=True)
+            likely = [chance if position < limit else 0.0 for chance, limit in chances]
         found.append(likely)
         likely = list(map(mul, likely, acceptances))
     return found

@@ -120,7 +120,7 @@ class Latencies:
         cell = self._cells.get(key)
         if cell is None:
             if len(self._cells) >= CELLS_MAX:
-                del self._cells[min(self._cells, key=lambda one: self._cells[one].last)]
+                del self._cells[min(self._cells, key=lambda at: self._cells[at].last)]
             cell = self._cells[key] = _Cell(tokens, kv, seconds, 0, now)
             new = True
         rate = max(1.0 / max(cell.count, 1), CELL_RATE)
@@ -143,8 +143,8 @@ class Latencies:
         for cells in alike.values():
             weights = [min(cell.count, COUNT_MAX) for cell in cells]
             tokens = _mean([cell.tokens for cell in cells], weights)
-            base_s = _mean([max(one.seconds - self.kv_s * one.kv, 0.0) for one in cells], weights)
-            points.append((tokens, base_s))
+            bases_s = [max(cell.seconds - self.kv_s * cell.kv, 0.0) for cell in cells]
+            points.append((tokens, _mean(bases_s, weights)))
         points.sort()
         self._tokens = [tokens for tokens, _ in points]
         self._seconds = [seconds for _, seconds in points]
@@ -169,8 +169,8 @@ def _slope(sets: Iterable[list[_Cell]]) -> float:
         kv = sum([cell.kv for cell in cells]) / len(cells)
         seconds = sum([cell.seconds for cell in cells]) / len(cells)
         weight = 1.0 / max(seconds, 1e-9) ** 2
-        above += weight * sum((one.kv - kv) * (one.seconds - seconds) for one in cells)
-        below += weight * sum((one.kv - kv) ** 2 for one in cells)
+        above += weight * sum((cell.kv - kv) * (cell.seconds - seconds) for cell in cells)
+        below += weight * sum((cell.kv - kv) ** 2 for cell in cells)
     return max(above / below, 0.0) if below else 0.0
 
 

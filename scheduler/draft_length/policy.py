@@ -110,7 +110,7 @@ class DraftPolicy:
 
     def joined(self, replica_id: str, spec: ReplicaSpec) -> None:
         """A replica is there; called once per incarnation."""
-        fixed = [one for one in (self._config.draft_len, spec.draft_len) if one is not None]
+        fixed = [k for k in (self._config.draft_len, spec.draft_len) if k is not None]
         most = min(spec.draft_len_max, self._config.draft_len_max)
         known = self._replicas[replica_id] = _Known(
             table=LatencyTable(),
@@ -135,7 +135,7 @@ class DraftPolicy:
         else:
             probe = self._choose(known, rows, kv)
         draft_len = known.draft_len if probe is None else probe
-        asked = [one.request.draft_len for one in rows if one.request.draft_len]
+        asked = [row.request.draft_len for row in rows if row.request.draft_len]
         if asked:
             # What a server fixes its clients may lower and not raise.
             most = known.most if known.fixed is None else min(known.fixed, known.most)
@@ -144,7 +144,7 @@ class DraftPolicy:
         steps = 1
         if probe is None:
             steps = known.steps = self._steps(known, steps_most)
-        return StepPlan([row_draft_len(one, draft_len) for one in rows], steps)
+        return StepPlan([row_draft_len(row, draft_len) for row in rows], steps)
 
     def short_gap(self, replica_id: str) -> bool:
         """Whether a round trip takes so small a part of a step that rows may wait for a prefill to
@@ -204,7 +204,7 @@ class DraftPolicy:
 
     def _choose(self, known: _Known, rows: Rows[Sequence], kv: int) -> int | None:
         """Makes the best choice the replica's. Returns a probe's draft length, if one is due."""
-        limits = [row_draft_len(one, known.most) for one in rows]
+        limits = [row_draft_len(row, known.most) for row in rows]
         table, most = known.table, max(limits)
         if most <= 0:
             known.draft_len = 0
@@ -219,14 +219,14 @@ class DraftPolicy:
         by_draft_len = goodputs(likely, count, seconds)
         goodput = max(by_draft_len)
         best = known.draft_len = by_draft_len.index(goodput)
-        lost_s = [(1.0 - by_draft_len[one] / goodput) * seconds[one] for one in range(most + 1)]
+        lost_s = [(1.0 - by_draft_len[k] / goodput) * seconds[k] for k in range(most + 1)]
         credit_s = min(known.credit_s, PROBE_SAVED * seconds[best])
-        for one in sorted(range(most + 1), key=lost_s.__getitem__):
-            if lost_s[one] > credit_s:
+        for k in sorted(range(most + 1), key=lost_s.__getitem__):
+            if lost_s[k] > credit_s:
                 break
-            if one != best and (table.stale(count, one) or (one == 1 and not best)):
-                known.credit_s = credit_s - lost_s[one]
-                return one
+            if k != best and (table.stale(count, k) or (k == 1 and not best)):
+                known.credit_s = credit_s - lost_s[k]
+                return k
         return None
 
     def _steps(self, known: _Known, steps_most: int) -> int:
@@ -268,7 +268,7 @@ class DraftPolicy:
 
 def _kv_of(rows: Rows[Sequence] | Rows[StepRow]) -> int:
     """KV positions that a step of these rows reads."""
-    return sum([one.length for one in rows])
+    return sum([row.length for row in rows])
 
 
 def row_draft_len(sequence: Sequence, draft_len: int) -> int:

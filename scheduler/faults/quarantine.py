@@ -47,12 +47,12 @@ def replica_died(rows: list[Sequence], flights: Iterable[InFlight]) -> None:
     """A replica died with these batches in flight; `rows` are the live ones of all of them."""
     # The tokens of a batch of several steps died, too: it may have been any of them.
     ahead = {
-        row.sequence_id: one.batch.steps * (row.draft_len + 1)
-        for one in flights
-        for row in one.batch.rows
-        if one.batch.steps > 1
+        row.sequence_id: flight.batch.steps * (row.draft_len + 1)
+        for flight in flights
+        for row in flight.batch.rows
+        if flight.batch.steps > 1
     }
-    in_flight = sum(len(one.rows) for one in flights)
+    in_flight = sum(len(flight.rows) for flight in flights)
     for sequence in rows:
         record = sequence.record
         record = replace(

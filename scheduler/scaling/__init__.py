@@ -1,16 +1,11 @@
 """How many replicas a load needs, and which shard takes a request."""
 
 from scheduler.scaling.autoscaling import (
-    LOOK_S as LOOK_S,
-    AutoscalingConfig as AutoscalingConfig,
-    CapacityMeter as CapacityMeter,
-    ScalingState as ScalingState,
-    unseen as unseen,
-    wanted_replicas as wanted_replicas,
+    LOOK_S,
+    AutoscalingConfig,
+    CapacityMeter,
+    ScalingState,
+    unseen,
+    wanted_replicas,
 )
-from scheduler.scaling.shards import (
-    ShardLoad as ShardLoad,
-    choose_shard as choose_shard,
-    merged_status as merged_status,
-    shard_of_rank as shard_of_rank,
-)
+from scheduler.scaling.shards import ShardLoad, choose_shard, merged_status, shard_of_rank

@@ -15,7 +15,7 @@ import msgspec
 
 from scheduler.status import PoolStatus
 
-_SUMS = [one.name for one in fields(PoolStatus) if one.name not in ("replicas", "finished")]
+_SUMS = [field.name for field in fields(PoolStatus) if field.name not in ("replicas", "finished")]
 """Fields of a status that are added up."""
 
 

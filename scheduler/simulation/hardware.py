@@ -122,8 +122,9 @@ class Roofline:
         Raises ValueError if the weights alone do not fit.
         """
         models = (self.target, self.draft)
-        left = self.device.memory_bytes * (1 - reserve) - sum(one.weight_bytes for one in models)
-        blocks = int(left // (block_size * sum(one.kv_bytes for one in models)))
+        weights = sum(model.weight_bytes for model in models)
+        left = self.device.memory_bytes * (1 - reserve) - weights
+        blocks = int(left // (block_size * sum(model.kv_bytes for model in models)))
         if blocks < 1:
             raise ValueError("the weights of this pair do not fit into this device's memory")
         return blocks

@@ -41,7 +41,7 @@ from scheduler.messages import (
 from scheduler.scheduler import Scheduler
 from scheduler.simulation.clock import VirtualClock
 from scheduler.simulation.hardware import Times
-from scheduler.simulation.replica import SimulatedReplica
+from scheduler.simulation.simulated_replica import SimulatedReplica
 
 TICK_S = 0.05
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from scheduler.messages import BatchKind
 from scheduler.state.pool import Pool
-from scheduler.state.replica import ReplicaRecord
+from scheduler.state.replica_record import ReplicaRecord
 from scheduler.state.sequence import IN_FLIGHT, RESIDENT, Sequence, State, finished_before_start
 from scheduler.validation import blocks_needed
 
@@ -19,19 +19,21 @@ def check_pool(pool: Pool) -> None:
     for sequence_id, sequence in pool.sequences.items():
         assert sequence.id == sequence_id
         _check_sequence(pool, sequence)
-    waiting = {one.id for one in pool.sequences.values() if one.state is State.WAITING}
+    sequences = pool.sequences.values()
+    waiting = {sequence.id for sequence in sequences if sequence.state is State.WAITING}
     assert set(pool.waiting) == waiting, "the queue differs from the waiting sequences"
     pool.waiting.check_integrity()
-    outstanding = sum(one.tokens_left for one in pool.sequences.values() if one.live)
+    outstanding = sum(sequence.tokens_left for sequence in sequences if sequence.live)
     assert pool.limit_left == outstanding, "tokens that may still be committed"
     for replica in pool.replicas.values():
         _check_replica(pool, replica)
-    takes = sorted((one.load, one.id) for one in pool.replicas.values() if pool.takes_more(one))
+    open_ = filter(pool.takes_more, pool.replicas.values())
+    takes = sorted((replica.load, replica.id) for replica in open_)
     assert pool.open == takes, "replicas that take more"
     due = sorted(
-        (one.deadline_s, one.number, one.id)
-        for one in pool.sequences.values()
-        if one.deadline_s is not None and one.live
+        (sequence.deadline_s, sequence.number, sequence.id)
+        for sequence in sequences
+        if sequence.deadline_s is not None and sequence.live
     )
     assert pool.deadlines == due, "deadlines"
 
@@ -57,12 +59,12 @@ def _check_sequence(pool: Pool, sequence: Sequence) -> None:
             assert kind in (None, found.batch.kind), f"{name}: batch of another kind"
     else:
         assert sequence.blocks == 0, f"{name}: blocks without a replica"
-        assert sequence.filled == 0, f"{name}: filled without a replica"
+        assert sequence.prefilled == 0, f"{name}: filled without a replica"
     if sequence.state is State.PARTIAL:
-        assert 0 < sequence.filled < sequence.fill, f"{name}: filled in part"
+        assert 0 < sequence.prefilled < sequence.prefill_len, f"{name}: filled in part"
         assert not sequence.quarantined, f"{name}: one in quarantine is filled at once"
     if sequence.state in (State.READY, State.STEPPING):
-        assert 0 <= sequence.filled <= sequence.fill, f"{name}: not filled"
+        assert 0 <= sequence.prefilled <= sequence.prefill_len, f"{name}: not filled"
     if sequence.reservation is not None:
         assert sequence.state is State.WAITING, f"{name}: reserves a replica without waiting"
         replica = pool.replicas[sequence.reservation]
@@ -78,29 +80,30 @@ def _check_sequence(pool: Pool, sequence: Sequence) -> None:
 def _check_replica(pool: Pool, replica: ReplicaRecord) -> None:
     name = f"replica {replica.id}"
     residents = list(replica.residents.values())
-    for one in residents:
-        assert pool.sequences.get(one.id) is one, f"{name}: resident {one.id} is not in the pool"
-        assert one.replica_id == replica.id, f"{name}: resident {one.id} is elsewhere"
-    assert replica.blocks_used == sum(one.blocks for one in residents), f"{name}: blocks"
+    for resident in residents:
+        where = f"{name}: resident {resident.id}"
+        assert pool.sequences.get(resident.id) is resident, f"{where} is not in the pool"
+        assert resident.replica_id == replica.id, f"{where} is elsewhere"
+    assert replica.blocks_used == sum(resident.blocks for resident in residents), f"{name}: blocks"
     assert 0 <= replica.blocks_used <= replica.spec.kv_blocks, f"{name}: too many blocks"
     assert len(residents) <= pool.config.residents_max, f"{name}: too many residents"
-    partial = {one.id for one in residents if one.state is State.PARTIAL}
+    partial = {resident.id for resident in residents if resident.state is State.PARTIAL}
     assert set(replica.partial) == partial, f"{name}: rows that are filled in part"
-    ready = {one for one in residents if one.state is State.READY}
-    quarantined = {one for one in ready if one.quarantined}
+    ready = {resident for resident in residents if resident.state is State.READY}
+    quarantined = {resident for resident in ready if resident.quarantined}
     assert set(replica.quarantined.values()) == quarantined, f"{name}: rows in quarantine"
     assert set(replica.ready) == ready - quarantined, f"{name}: ready rows"
     replica.ready.check_integrity()
     flights = replica.pipeline.batches
     assert len(flights) <= pool.config.batches_in_flight_max, f"{name}: too many batches"
-    if any(row.quarantined for one in flights.values() for row in one.rows if row.live):
+    if any(row.quarantined for flight in flights.values() for row in flight.rows if row.live):
         assert len(flights) == 1, f"{name}: a batch beside one of rows in quarantine"
     for batch_id, flight in flights.items():
         assert len(flight.batch.rows) <= pool.config.rows_max, f"{name}: rows of batch {batch_id}"
         assert [row.id for row in flight.rows] == flight.batch.row_ids, f"{name}: batch {batch_id}"
     held = [row.id for flight in flights.values() for row in flight.rows]
     assert len(held) == len(set(held)), f"{name}: a row is in two batches"
-    in_flight = {one.id for one in residents if one.state in IN_FLIGHT}
+    in_flight = {resident.id for resident in residents if resident.state in IN_FLIGHT}
     assert set(held) == in_flight, f"{name}: rows of its batches"
     if replica.draining:
         assert not ready, f"{name}: drains but keeps ready rows"

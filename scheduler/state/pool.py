@@ -13,7 +13,7 @@ from itertools import takewhile
 
 from scheduler.config import SchedulerConfig
 from scheduler.messages import FinishReason, ReplicaSpec, Request, RowResult
-from scheduler.state.replica import ReplicaRecord
+from scheduler.state.replica_record import ReplicaRecord
 from scheduler.state.sequence import IN_FLIGHT, Chunk, Move, Sequence, State
 from scheduler.state.waiting import WaitingQueue
 
@@ -102,10 +102,8 @@ class Pool:
         """(load, id) of the replicas that take sequences, the lightest first. Loads change often
         and are read seldom, so they are sorted when they are read."""
         if self._open is None:
-            self._open = [
-                (one.load, one.id) for one in self.replicas.values() if self.takes_more(one)
-            ]
-            self._open.sort()
+            takers = filter(self.takes_more, self.replicas.values())
+            self._open = sorted((replica.load, replica.id) for replica in takers)
         return self._open
 
     def place(self, sequence: Sequence, replica: ReplicaRecord, now_s: float) -> None:
@@ -124,21 +122,21 @@ class Pool:
         replica.blocks_used += sequence.blocks
         self._open = None
 
-    def fill(self, given: list[Chunk], batch_id: int) -> None:
+    def begin_prefill(self, given: list[Chunk], batch_id: int) -> None:
         """A prefill batch takes these placed sequences."""
         for sequence, _, until in given:
             self.move(sequence, Move.PREFILL)
-            sequence.filled = until
+            sequence.prefilled = until
             sequence.batch_id = batch_id
 
-    def filled(self, replica: ReplicaRecord, sequence: Sequence, reused: int) -> None:
+    def end_prefill(self, replica: ReplicaRecord, sequence: Sequence, reused: int) -> None:
         """A prefill batch with it is done; its replica had `reused` positions before."""
-        sequence.filled = max(sequence.filled, reused)
+        sequence.prefilled = max(sequence.prefilled, reused)
         if not sequence.recovered:
             sequence.cached_tokens += min(reused, len(sequence.request.prompt))
         replica.figures.reused_tokens += reused
-        whole = sequence.filled == sequence.fill
-        self.move(sequence, Move.FILLED if whole else Move.CHUNK)
+        whole = sequence.prefilled == sequence.prefill_len
+        self.move(sequence, Move.PREFILLED if whole else Move.CHUNK)
 
     def step(
         self,
@@ -238,7 +236,7 @@ class Pool:
             replica.note_prefix(sequence)
         del replica.residents[sequence.id]
         replica.blocks_used -= sequence.blocks
-        sequence.blocks = sequence.filled = 0
+        sequence.blocks = sequence.prefilled = 0
         sequence.turn = -math.inf
         sequence.replica_id = None
         sequence.batch_id = None
@@ -286,7 +284,7 @@ class Pool:
         self._replicas_changed()
 
     def _replicas_changed(self) -> None:
-        self.specs = list(dict.fromkeys(one.spec for one in self.replicas.values()))
+        self.specs = list(dict.fromkeys(replica.spec for replica in self.replicas.values()))
         self._open = None
 
     # ----------------------------------------------------------------- deadlines

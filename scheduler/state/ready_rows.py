@@ -37,7 +37,7 @@ class ReadyRows:
         """The oldest first."""
         return iter(self._since)
 
-    def passes(self, row: Sequence) -> int:
+    def times_passed_over(self, row: Sequence) -> int:
         """How often the row was passed over since it became ready."""
         return self.batches - self._since[row]
 

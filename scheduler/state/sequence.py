@@ -43,7 +43,7 @@ class Move(StrEnum):
     """A prefill batch with its row is dispatched."""
     CHUNK = "chunk"
     """That batch is done, and there is more to fill."""
-    FILLED = "filled"
+    PREFILLED = "prefilled"
     """That batch is done, and with it the prefill."""
     STEP = "step"
     """A speculate batch with its row is dispatched."""
@@ -62,7 +62,7 @@ LEGAL: Final = {
     (State.WAITING, Move.PREFILL): State.PREFILLING,
     (State.PREFILLING, Move.CHUNK): State.PARTIAL,
     (State.PARTIAL, Move.PREFILL): State.PREFILLING,
-    (State.PREFILLING, Move.FILLED): State.READY,
+    (State.PREFILLING, Move.PREFILLED): State.READY,
     (State.READY, Move.STEP): State.STEPPING,
     (State.STEPPING, Move.STEPPED): State.READY,
     (State.PREFILLING, Move.RETURN): State.WAITING,
@@ -120,13 +120,13 @@ class Sequence:
     replica_id: str | None = None
     turn: float = -inf
     """Its place among the rows of its replica; see `ReadyRows`. -inf: it has had no step there."""
-    filled: int = 0
+    prefilled: int = 0
     """While it is being filled: its valid KV positions once the batch in flight is done."""
     queued_s: float = 0.0
     """Seconds in the queue until a replica first took it."""
     reservation: str | None = None
     """The replica that takes nothing behind this sequence in the queue until it fits."""
-    checked: bool = False
+    validated: bool = False
     """Whether a known replica could take it when it came, or an earlier pool's."""
     preempted: bool = False
     """KV blocks ran out and it was sent back: from then on all that it may need is set aside."""
@@ -170,7 +170,7 @@ class Sequence:
         return self.keys
 
     @property
-    def fill(self) -> int:
+    def prefill_len(self) -> int:
         """KV positions that its prefill fills: the last token has none yet."""
         return self.length - 1
 
@@ -235,7 +235,7 @@ Chunk = tuple[Sequence, int, int]
 def answers_of(rows: list[Sequence], result: StepResult) -> list[Answer]:
     """These rows of a batch, each with what came back of it."""
     by_id = {row.sequence_id: row for row in result.rows}
-    return [(one, by_id.get(one.id) or RowResult(one.id)) for one in rows]
+    return [(row, by_id.get(row.id) or RowResult(row.id)) for row in rows]
 
 
 def truncate(

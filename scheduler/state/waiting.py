@@ -116,7 +116,7 @@ class WaitingQueue(Mapping[str, Sequence]):
             yield sequence_id
         given: set[str] = set()
         for priority in self._classes:
-            behind = heapq.merge(*(self._by_age(one) for one in Priority if one > priority))
+            behind = heapq.merge(*(self._by_age(lower) for lower in Priority if lower > priority))
             passing = next(behind, None)
             for due_s, _, sequence_id, _ in self._classes[priority].in_order():
                 while passing is not None and passing[0] < due_s + self._age_s * priority:
@@ -180,12 +180,12 @@ class WaitingQueue(Mapping[str, Sequence]):
         inside = list(self)
         assert len(inside) == len(set(inside)), "a sequence waits in two places"
         assert set(inside) == set(self._sequences), "the order differs from the queue"
-        assert self.tokens == sum(one.length_max for one in self._sequences.values()), "tokens"
-        left = sum(one.tokens_left for one in self._sequences.values())
-        assert self.tokens_left == left, "tokens left"
-        for one in self._classes.values():
-            assert all(due and due == sorted(due) for due in one.waiting.values()), "due"
-            assert one.waiting.keys() <= one.served.keys(), "tenants differ"
+        rows = self._sequences.values()
+        assert self.tokens == sum(row.length_max for row in rows), "tokens"
+        assert self.tokens_left == sum(row.tokens_left for row in rows), "tokens left"
+        for queue in self._classes.values():
+            assert all(due and due == sorted(due) for due in queue.waiting.values()), "due"
+            assert queue.waiting.keys() <= queue.served.keys(), "tenants differ"
 
 
 def _first(sequence: Sequence) -> tuple[bool, int, str]:

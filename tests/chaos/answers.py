@@ -14,7 +14,7 @@ from cluster.frontend.target_text import TargetText
 from cluster.frontend.text import TextStream
 from protos import lockstep_pb2 as pb
 from scheduler.config import SchedulerConfig
-from scheduler.messages import Request, SamplingParams
+from scheduler.messages import Request, Sampling
 from tests.cluster import fakes
 
 TOKENS_MAX = 200
@@ -39,7 +39,7 @@ class Base:
     """A prompt, how it is sampled, and the tokens that follow it whatever ends there."""
 
     prompt: tuple[int, ...]
-    sampling: SamplingParams
+    sampling: Sampling
     tokens: tuple[int, ...]
 
 
@@ -74,13 +74,12 @@ def cut(
 def fake_bases(prompts: Sequence[Sequence[int]], count: int = TOKENS_MAX) -> list[Base]:
     """The next `count` tokens each. Fakes know no sampling: greedy."""
     return [
-        Base(tuple(prompt), SamplingParams(), tuple(fakes.perfect(prompt, count)))
-        for prompt in prompts
+        Base(tuple(prompt), Sampling(), tuple(fakes.perfect(prompt, count))) for prompt in prompts
     ]
 
 
 def real_bases(
-    config: ClusterConfig, prompts: Sequence[Sequence[int]], samplings: Sequence[SamplingParams]
+    config: ClusterConfig, prompts: Sequence[Sequence[int]], samplings: Sequence[Sampling]
 ) -> list[Base]:
     """Each prompt with its sampling, alone, one token per step, in this process."""
     from cluster.local.engine import LocalEngine

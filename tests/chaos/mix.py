@@ -7,7 +7,7 @@ from random import Random
 
 from cluster.frontend.target_text import TargetText
 from protos import lockstep_pb2 as pb
-from scheduler.messages import SamplingParams
+from scheduler.messages import Sampling
 from tests.chaos.answers import TOKENS_MAX, Base, cut
 from tests.chaos.load import Ask
 
@@ -24,13 +24,13 @@ def draw_prompts(rng: Random, text: TargetText, count: int) -> list[tuple[int, .
     return list(prompts)
 
 
-def draw_samplings(rng: Random, count: int) -> list[SamplingParams]:
+def draw_samplings(rng: Random, count: int) -> list[Sampling]:
     """Half of them greedy."""
     kinds = [
-        SamplingParams(),
-        SamplingParams(),
-        SamplingParams(temperature=1.0, seed=rng.randrange(2**40)),
-        SamplingParams(temperature=0.8, top_k=20, top_p=0.9, seed=rng.randrange(2**40)),
+        Sampling(),
+        Sampling(),
+        Sampling(temperature=1.0, seed=rng.randrange(2**40)),
+        Sampling(temperature=0.8, top_k=20, top_p=0.9, seed=rng.randrange(2**40)),
     ]
     return [kinds[number % len(kinds)] for number in range(count)]
 

@@ -27,6 +27,12 @@ def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cluster.frontend.answer._CHUNKS_PER_S", 1e6)
 
 
+@pytest.fixture(autouse=True)
+def _patient_callers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A handshake on a busy machine takes long."""
+    monkeypatch.setattr("cluster.transport.endpoint._CONNECT_S", 60.0)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """Runs a test that is a coroutine function, on such an event loop as Ray gives its actors."""

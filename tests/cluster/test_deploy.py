@@ -108,7 +108,7 @@ def test_nothing_but_what_is_copied_goes_to_the_build() -> None:
 
 
 def test_the_image_starts_a_model_that_it_has_without_being_root() -> None:
-    from replicas.models.names import READERS, SMOLLM2
+    from replicas.names import READERS, SMOLLM2
 
     assert said("USER")[-1] == "1000:1000"
     shown = [json.loads(command) for command in said("CMD")]

@@ -66,6 +66,11 @@ class Wire:
         """Those that the pool knows."""
         return [replica.id for replica in self.snapshot.replicas]
 
+    def serves(self, replica_id: str) -> bool:
+        """Whether the pool has this replica's stream."""
+        worker = self.actor._workers.get(replica_id)
+        return worker is not None and worker.stream is not None
+
     @property
     def frontends(self) -> list[str]:
         """Sessions that the pool knows."""

@@ -25,7 +25,8 @@ def test_many_at_once_equal_plain_decoding_and_hundreds_of_cancels_leave_nothing
     places = asyncio.Semaphore(32)
 
     async def one(many: AsyncClient, number: int) -> tuple[list[int], list[str]]:
-        request = pb.GenerateRequest(prompt=PROMPTS[number], max_new_tokens=32)
+        # By measured times a busy machine might draft nothing.
+        request = pb.GenerateRequest(prompt=PROMPTS[number], max_new_tokens=32, draft_len=3)
         if number % 2:
             answer = await many.generate(request)
             assert answer.end.usage.completion_tokens == len(answer.token_ids)
@@ -37,7 +38,7 @@ def test_many_at_once_equal_plain_decoding_and_hundreds_of_cancels_leave_nothing
         prompt = [rng.randrange(2, 300) for _ in range(rng.choice([1, 8, 40]))]
         request = pb.GenerateRequest(
             prompt_token_ids=pb.TokenIds(ids=prompt),
-            max_new_tokens=128,
+            max_new_tokens=400,
             ignore_eos=True,
             temperature=float(number % 3 == 0),
         )

@@ -13,7 +13,7 @@ from benchmarks.shared.oracle import OracleDrafter
 from replicas.config import ReplicaConfig
 from replicas.drafters import DraftSource
 from replicas.drafters.suffix import SuffixSource
-from replicas.models.pair import Pair
+from replicas.pair import Pair
 from replicas.replica import Replica
 from scheduler.messages import Request
 from tests.replicas.heads import headed_replica, said, save_head

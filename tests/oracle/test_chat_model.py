@@ -9,10 +9,10 @@ from cluster.frontend.bounded import BoundedWork
 from cluster.frontend.prompts import ChatPrompt
 from cluster.frontend.target_text import TargetText
 from cluster.verify import verify
+from replicas import names
 from replicas.config import ReplicaConfig
-from replicas.models import names
 from scheduler.config import SchedulerConfig
-from scheduler.messages import SamplingParams
+from scheduler.messages import Sampling
 
 pytestmark = [
     pytest.mark.slow,
@@ -31,6 +31,6 @@ def test_its_answers_are_those_of_generate() -> None:
         for question in QUESTIONS
     ]
     scheduler = SchedulerConfig(rows_max=2, draft_len=4, waiting_requests_max=1)
-    report = verify(prompts, config, scheduler, SamplingParams(), 32)
+    report = verify(prompts, config, scheduler, Sampling(), 32)
     assert report.identical + report.ties == len(QUESTIONS)
     assert report.accepted_tokens > 0

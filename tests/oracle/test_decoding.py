@@ -25,7 +25,7 @@ from replicas.grammars import Grammars, grammar_of
 from replicas.replica import Replica
 from scheduler.config import SchedulerConfig
 from scheduler.decoding import Decoding
-from scheduler.messages import Request, SamplingParams
+from scheduler.messages import Request, Sampling
 from tests.oracle.drafters import replica_of
 from tests.oracle.worlds import mixed_requests, run_staggered, sampled
 from tests.replicas.pool import Failing
@@ -150,7 +150,7 @@ def changed(
     return logits
 
 
-def picked(logits: torch.Tensor, sampling: SamplingParams, place: int) -> int:
+def picked(logits: torch.Tensor, sampling: Sampling, place: int) -> int:
     """The token at this place: of those that no filter strikes out, the best after noise."""
     if sampling.temperature == 0:
         return int(logits.argmax())

@@ -5,7 +5,7 @@ Elsewhere: 2, 6 and 9, a stop token in the prompt, lengths with padding in them,
 end, in tests/scheduler and tests/sim; 3 and 7, the bonus token, and 4, a draft that reads all anew,
 in tests/replicas/test_eqspec.py; 8, the caller's order, and 12, sampling that depends on batch
 mates, in the oracle of drafters and of requests alone; 10, unlike vocabularies, in
-tests/replicas/models/test_pair.py; 11, a finished row that changes while others run, in
+tests/replicas/test_pair.py; 11, a finished row that changes while others run, in
 tests/oracle/test_alone.py, which reads outputs when all have ended; 13, log-probabilities of the
 draft, in tests/oracle/test_decoding.py.
 """

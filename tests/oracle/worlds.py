@@ -15,7 +15,7 @@ from replicas.config import ReplicaConfig
 from replicas.demo import TARGET_DIR
 from replicas.replica import Replica
 from scheduler.config import SchedulerConfig
-from scheduler.messages import Request, SamplingParams
+from scheduler.messages import Request, Sampling
 from tests.reference import plain_greedy
 from tests.tiny_pairs import ARCHITECTURES, DEVICE, VOCAB, target_model, tiny_replica
 
@@ -80,11 +80,11 @@ def demo_requests() -> list[Request]:
 def sampled(requests: Sequence[Request]) -> list[Request]:
     """The same requests, each with sampling parameters and a seed of its own; one stays greedy."""
     variants = [
-        SamplingParams(temperature=1.0),
-        SamplingParams(temperature=0.6, top_k=20),
-        SamplingParams(temperature=1.4, top_p=0.9),
-        SamplingParams(temperature=0.9, min_p=0.05, top_k=40, top_p=0.95),
-        SamplingParams(),
+        Sampling(temperature=1.0),
+        Sampling(temperature=0.6, top_k=20),
+        Sampling(temperature=1.4, top_p=0.9),
+        Sampling(temperature=0.9, min_p=0.05, top_k=40, top_p=0.95),
+        Sampling(),
     ]
     return [
         replace(request, sampling=replace(variants[i % len(variants)], seed=1000 + i))

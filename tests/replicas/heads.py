@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 
 from replicas.config import ReplicaConfig
 from replicas.drafters.eagle3 import HeadSource, load_head, read_head
-from replicas.drafters.eagle3.config import HeadConfig, head_config
-from replicas.models.pair import Pair
+from replicas.drafters.eagle3.head_config import HeadConfig, head_config
+from replicas.pair import Pair
 from replicas.replica import Replica
 from tests.tiny_pairs import DEVICE, tiny_pair
 
@@ -109,7 +109,7 @@ def plain_head(
     config: HeadConfig,
     tensors: dict[str, torch.Tensor],
     embeddings: torch.Tensor,  # [target's vocabulary, width]
-    hidden: torch.Tensor,  # [positions, taps * target's width]
+    hidden: torch.Tensor,  # [positions, layers * target's width]
     content: list[int],  # one more than positions
     k: int,
     rope_theta: float = 10_000.0,

@@ -15,7 +15,7 @@ from scheduler.messages import (
     BatchKind,
     PrefillRow,
     RowFailure,
-    SamplingParams,
+    Sampling,
     StepResult,
     StepRow,
 )
@@ -44,7 +44,7 @@ class Client:
                 name,
                 tuple(tokens),
                 new,
-                SamplingParams(),
+                Sampling(),
                 self._stop,
                 self._blocks(name, tokens, new),
                 salt=salt,
@@ -63,7 +63,7 @@ class Client:
             begin = self.filled.get(name, 0)
             blocks = self._blocks(name, tokens, new)
             sent = () if begin else tuple(tokens)
-            rows.append(PrefillRow(name, sent, new, SamplingParams(), (), blocks, begin, until))
+            rows.append(PrefillRow(name, sent, new, Sampling(), (), blocks, begin, until))
         result = self._prefill(tuple(rows))
         self.filled.update(untils)
         return result

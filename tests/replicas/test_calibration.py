@@ -131,8 +131,8 @@ def test_a_right_head_is_not_warned_about_and_another_targets_is(
     else:
         whole = said(True, draft_vocab_size=TARGET_VOCAB)
         replica = headed_replica(save_head(tmp_path, target_model("llama").config, whole))
-    spec = calibrated(replica, *replica.planned, replica.taps)
+    spec = calibrated(replica, *replica.planned, replica.aux_layers)
     assert spec.acceptance is not None
     assert (spec.acceptance > 0.5) == right, spec.acceptance
-    assert ("the wrong weights or taps?" in spec.drafter) == (not right)
+    assert ("the wrong weights or layers?" in spec.drafter) == (not right)
     assert bool(caplog.records) == (not right)

@@ -11,16 +11,16 @@ from dataclasses import dataclass, field
 import torch
 
 from replicas.drafters.model import ModelDrafter
-from replicas.drafters.protocol import Ask, Seen
+from replicas.drafters.protocol import DraftRequest, Observation
 from replicas.eqspec import step
-from replicas.invariant.attention import HostBackend
+from replicas.invariant.host_attention import HostBackend
 from replicas.invariant.layout import PassLayout
 from replicas.invariant.ops import Arithmetic
 from replicas.kv_cache import BlockAllocator, CacheShape, PagedCache
-from replicas.models.paged_model import ALL, Output, Wants
+from replicas.models.paged_model import ALL, ForwardOptions, Output
 from replicas.sampling.choice import SamplingBatch
 from replicas.stopwatch import Stopwatch
-from scheduler.messages import SamplingParams
+from scheduler.messages import Sampling
 
 CPU = torch.device("cpu")
 VOCAB = 70
@@ -40,7 +40,9 @@ class ScriptedModel:
         self.cache = PagedCache(SHAPE, 1, 64, torch.float32, CPU)
         self.backend = HostBackend(self.cache, Arithmetic())
 
-    def forward(self, tokens: torch.Tensor, layout: PassLayout, wants: Wants = ALL) -> Output:
+    def forward(
+        self, tokens: torch.Tensor, layout: PassLayout, options: ForwardOptions = ALL
+    ) -> Output:
         positions = layout.positions.tolist()
         assert tokens.shape == (len(positions),)
         places = [row for group in layout.groups for row in group.tokens.tolist()]
@@ -51,7 +53,9 @@ class ScriptedModel:
         for says, one in zip(self.script, of_rows, strict=False):
             for place in range(len(positions))[one]:
                 logits[place, says.get(positions[place] + 1, 0)] = 1.0
-        return Output(logits[wants.logits] if isinstance(wants.logits, torch.Tensor) else logits)
+        return Output(
+            logits[options.logits] if isinstance(options.logits, torch.Tensor) else logits
+        )
 
 
 def says(start: int, tokens: list[int]) -> dict[int, int]:
@@ -73,11 +77,11 @@ def run(
         allocator.grow(name, len(content) + max(draft_lens) + 1)
         if drafter is not None:
             drafter.begin(name, content, "", len(content) - 1)
-    rows = Ask(
+    rows = DraftRequest(
         ids,
         contents,
         draft_lens,
-        SamplingBatch.of([SamplingParams()] * len(contents), CPU),
+        SamplingBatch.of([Sampling()] * len(contents), CPU),
         allocator.table(ids, CPU),
     )
     outcome = step(target, drafter, rows, None, Stopwatch(CPU))  # type: ignore[arg-type]
@@ -106,7 +110,7 @@ def test_a_draft_model_knows_where_its_cache_holds_what_was_committed() -> None:
         drafter.begin(row, contents[0], "", 4)
     committed = [[7, 7, 7, 7, 7]] * 3
     table = torch.zeros((3, 4), dtype=torch.int64)
-    drafter.observe(Seen("abc", contents, [(4, 9)] * 3, table, committed, [4, 2, 0]))
+    drafter.observe(Observation("abc", contents, [(4, 9)] * 3, table, committed, [4, 2, 0]))
     # The fourth one was proposed, but never fed.
     assert [drafter.valid(row) for row in "abc"] == [8, 7, 5]
 

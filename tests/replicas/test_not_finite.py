@@ -17,7 +17,7 @@ from replicas.config import ReplicaConfig
 from replicas.eqspec import of_numbers
 from replicas.replica import Replica
 from replicas.sampling.choice import SamplingBatch, choose
-from scheduler.messages import RowFailure, SamplingParams
+from scheduler.messages import RowFailure, Sampling
 from tests.replicas.pool import Client
 from tests.tiny_pairs import DEVICE, pair_in, unrecorded
 
@@ -133,11 +133,11 @@ def test_what_a_row_drafted_beyond_its_own_length_cannot_fail_it() -> None:
 
 
 KINDS = {
-    "greedy": SamplingParams(),
-    "sampled": SamplingParams(temperature=0.7, seed=3),
-    "top_k": SamplingParams(temperature=0.7, top_k=5, seed=4),
-    "top_p": SamplingParams(temperature=0.7, top_p=0.9, seed=5),
-    "min_p": SamplingParams(temperature=0.7, min_p=0.1, seed=6),
+    "greedy": Sampling(),
+    "sampled": Sampling(temperature=0.7, seed=3),
+    "top_k": Sampling(temperature=0.7, top_k=5, seed=4),
+    "top_p": Sampling(temperature=0.7, top_p=0.9, seed=5),
+    "min_p": Sampling(temperature=0.7, min_p=0.1, seed=6),
 }
 
 

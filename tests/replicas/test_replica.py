@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from replicas.config import ReplicaConfig
-from replicas.models.shapes import SHAPES
+from replicas.names import SHAPES
 from replicas.replica import Replica
 from scheduler.messages import Batch, BatchKind, StepRow
 from tests.reference import plain_greedy

@@ -45,7 +45,7 @@ def test_one_that_was_accepted_is_served_whichever_replica_comes_back_first(
     for event in back:
         if event == "submit":
             request = Request("a", (1,) * 40, 40, committed=committed)
-            actions = hand.tell(Submit(request, accepted_before=True, checked=True))
+            actions = hand.tell(Submit(request, accepted_before=True, validated=True))
             assert not of_kind(actions, Reject)
         else:
             hand.join(event, kv_blocks=10 if event == "small" else 100)

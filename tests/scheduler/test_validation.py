@@ -9,7 +9,7 @@ import pytest
 from scheduler.config import SchedulerConfig
 from scheduler.decoding import Decoding
 from scheduler.errors import InvalidRequest
-from scheduler.messages import ReplicaSpec, Request, SamplingParams
+from scheduler.messages import ReplicaSpec, Request, Sampling
 from scheduler.validation import END_TOKENS_MAX, check_request
 
 SPEC = ReplicaSpec(kv_blocks=10, block_size=4, context_len=64, vocab_size=100)
@@ -33,8 +33,8 @@ GOOD: list[dict[str, object]] = [
     {"timeout_s": 0.001},
     {"timeout_s": 60},
     {"committed": (1, 2)},
-    {"sampling": SamplingParams(1e-6, 1, 1e-6, 0.0, 0)},
-    {"sampling": SamplingParams(5.0, 10**6, 1.0, 1.0, 2**63 - 1)},
+    {"sampling": Sampling(1e-6, 1, 1e-6, 0.0, 0)},
+    {"sampling": Sampling(5.0, 10**6, 1.0, 1.0, 2**63 - 1)},
 ]
 
 
@@ -67,7 +67,7 @@ BAD_SAMPLING: dict[str, tuple[float, ...]] = {
     [
         *((field, {field: value}) for field, values in BAD.items() for value in values),
         *(
-            (field, {"sampling": SamplingParams(**{field: value})})
+            (field, {"sampling": Sampling(**{field: value})})
             for field, values in BAD_SAMPLING.items()
             for value in values
         ),

@@ -19,7 +19,7 @@ from scheduler.messages import (
     RejectCode,
     ReplicaSpec,
     Request,
-    SamplingParams,
+    Sampling,
     Submit,
 )
 from scheduler.simulation import FaultPlan, Report, World, reference_output
@@ -102,7 +102,7 @@ class Watcher:
             oldest = next(iter(replica.ready), None)
             if oldest is None:
                 continue
-            passes = replica.ready.passes(oldest)
+            passes = replica.ready.times_passed_over(oldest)
             self.passes_most = max(self.passes_most, passes)
             bound = passes_bound(self.rows_peak[replica.id], limit, scheduler.config.wait_rounds)
             assert passes <= bound, f"{oldest.id} was passed over {passes} times, bound {bound}"
@@ -117,7 +117,7 @@ def random_request(rng: Random, name: str) -> Request:
         id=name,
         prompt=prompt,
         max_new_tokens=rng.choice([1, 2, 5, 17, 40]),
-        sampling=SamplingParams(seed=rng.choice([0, 7])),
+        sampling=Sampling(seed=rng.choice([0, 7])),
         # Often a token of the prompt, which must end nothing.
         stop_token_ids=rng.choice([(), (prompt[0],), (prompt[-1], 3)]),
         draft_len=rng.choice([None, None, 0, 1, 6]),

@@ -32,7 +32,7 @@ class InFlightRequest:
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     sent_s: float | None = None
     """When the current session's pool was told of it; None: it does not know it."""
-    checked: bool = False
+    validated: bool = False
     """Whether a pool with replicas did not refuse it, or it has tokens of one."""
     cancelled: bool = False
     record: FailureRecord = field(default_factory=FailureRecord)
@@ -59,7 +59,7 @@ class InFlightRequest:
             committed=tuple(self.tokens),
             timeout_s=max(self.deadline_s - now_s, 0.001),
         )
-        return Submit(request, self.recovered > 0, self.checked, self.record)
+        return Submit(request, self.recovered > 0, self.validated, self.record)
 
     def take(
         self, start: int, tokens: Sequence[int], extras: Sequence[TokenLogprobs], now_s: float
@@ -71,7 +71,7 @@ class InFlightRequest:
             self.prompt_logprobs[start : start + len(extras)] = extras
             return
         assert start == len(self.tokens), "updates neither skip nor repeat a token"
-        self.checked = True
+        self.validated = True
         self.first_s = self.first_s or now_s
         self.tokens.extend(tokens)
         self.logprobs.extend(extras)

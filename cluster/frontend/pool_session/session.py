@@ -258,7 +258,7 @@ class PoolSession:
     def _submit(self, stream: Stream, live: InFlightRequest) -> None:
         live.sent_s = self._clock()
         stream.send(live.to_submit(live.sent_s))
-        if not live.checked:
+        if not live.validated:
             self._unsure.append(live)
 
     def _send(self, message: Beat | Cancel) -> None:
@@ -296,7 +296,7 @@ class PoolSession:
             here = live.pool_id in self._live
             if here and live.sent_s is not None and live.sent_s >= told_s:
                 break
-            live.checked |= here
+            live.validated |= here
             self._unsure.popleft()
         self.cut = state.cut
         if state.cut:

@@ -187,6 +187,6 @@ def _serves(loads: Sequence[ShardLoad], live: InFlightRequest) -> bool:
     """Whether one of the shards takes it now, or says at once that it never will."""
     return any(
         load.answers
-        and (load.holds(live.request.length_max) or (load.serving and not live.checked))
+        and (load.holds(live.request.length_max) or (load.serving and not live.validated))
         for load in loads
     )

@@ -21,13 +21,14 @@ from replicas.config import ReplicaConfig
 from replicas.cuda import GraphedModel
 from replicas.drafters.eagle3.layer import HeadLayer
 from replicas.drafters.eagle3.weights import Head, load_head, read_head
-from replicas.drafters.protocol import Ask, Drafter, DraftSource, Proposal, Seen
+from replicas.drafters.protocol import Drafter, DraftRequest, DraftSource, Observation, Proposal
+from replicas.errors import PairRefused
 from replicas.invariant import Arithmetic
 from replicas.kv_cache import SCRAP_BLOCK
-from replicas.memory import DraftMemory, MemoryPlan, ModelShape
+from replicas.memory import DraftMemory, MemoryPlan
 from replicas.models.build import attention_over, cache_of, computes_on_host
-from replicas.models.load import dtype_of, resolve
-from replicas.models.names import PairRefused
+from replicas.models.loader import dtype_of, resolve
+from replicas.models.model_shape import ModelShape
 from replicas.models.paged_model import ALL
 from replicas.sampling import guess
 from replicas.stopwatch import Stopwatch
@@ -42,11 +43,11 @@ class _HeadRow:
     valid: int
     """KV positions."""
     last: list[torch.Tensor] | None = None  # each [1, hidden]
-    """The hidden states at position `valid` - 1, by tap."""
+    """The hidden states at position `valid` - 1, by layer."""
     tokens: list[int] = field(default_factory=list)
     """What follows on each position from `valid` on that was seen and not taken in."""
-    taps: list[list[torch.Tensor]] = field(default_factory=list)  # each [positions, hidden]
-    """The hidden states there: of each part that was seen, by tap."""
+    hidden: list[list[torch.Tensor]] = field(default_factory=list)  # each [positions, hidden]
+    """The hidden states there: of each part that was seen, by layer."""
 
     def __len__(self) -> int:
         """Positions that were seen."""
@@ -57,13 +58,13 @@ class Eagle3Drafter:
     def __init__(self, layer: HeadLayer, passes: HeadLayer | GraphedModel, name: str) -> None:
         """`passes` run the layer over one position of each row."""
         self.name = name
-        self.taps = tuple(sorted(set(layer.config.taps)))
-        self._order = [self.taps.index(tap) for tap in layer.config.taps]
+        self.aux_layers = tuple(sorted(set(layer.config.aux_layers)))
+        self._order = [self.aux_layers.index(number) for number in layer.config.aux_layers]
         self._layer, self.passes = layer, passes
         self._rows: dict[str, _HeadRow] = {}
 
-    def begin(self, row: str, tokens: Sequence[int], salt: str, filled: int) -> None:
-        self._rows[row] = _HeadRow(filled)
+    def begin(self, row: str, tokens: Sequence[int], salt: str, prefilled: int) -> None:
+        self._rows[row] = _HeadRow(prefilled)
 
     def end(self, row: str) -> None:
         self._rows.pop(row, None)
@@ -78,30 +79,31 @@ class Eagle3Drafter:
                 row.valid, row.last = length - 1, None
             count = length - 1 - row.valid
             row.tokens = row.tokens[:count]
-            row.taps = [[tap[:count] for tap in _joined(row.taps)]] if row.tokens else []
+            row.hidden = [[states[:count] for states in _joined(row.hidden)]] if row.tokens else []
 
-    def observe(self, seen: Seen) -> None:
+    def observe(self, observed: Observation) -> None:
         first = 0
-        drafted = seen.drafted or [0] * len(seen.ids)
+        drafted = observed.drafted or [0] * len(observed.ids)
         for index, (content, (begin, end)) in enumerate(
-            zip(seen.contents, seen.ranges, strict=True)
+            zip(observed.contents, observed.ranges, strict=True)
         ):
-            row = self._rows[seen.ids[index]]
+            row = self._rows[observed.ids[index]]
             assert len(row) == begin, "it sees every position once"
             if drafted[index]:  # which took in the last position
-                row.valid, row.last, row.tokens, row.taps = begin, None, [], []
+                row.valid, row.last, row.tokens, row.hidden = begin, None, [], []
             # Of a check all next tokens are new, of a prefill none is.
-            new = seen.committed[index] if seen.committed else content[begin + 1 : end + 1]
+            new = observed.committed[index] if observed.committed else content[begin + 1 : end + 1]
             row.tokens += new
             if new:
-                parts = [tap[first : first + end - begin] for tap in seen.taps]
+                span = slice(first, first + end - begin)
+                parts = [states[span] for states in observed.aux_hidden_states]
                 # A single position may be kept, and the next pass writes where a recording's are.
-                row.taps.append([tap.clone() for tap in parts] if end - begin == 1 else parts)
+                row.hidden.append([part.clone() for part in parts] if end - begin == 1 else parts)
             first += end - begin
-        if seen.drafted is None:  # after a prefill it is as far as the target is
-            self._take_in(seen.ids, seen.table, least=1)
-        elif any(drafted) or any(len(self._rows[id].tokens) >= TOGETHER for id in seen.ids):
-            self._take_in(seen.ids, seen.table)
+        if observed.drafted is None:  # after a prefill it is as far as the target is
+            self._take_in(observed.ids, observed.table, least=1)
+        elif any(drafted) or any(len(self._rows[id].tokens) >= TOGETHER for id in observed.ids):
+            self._take_in(observed.ids, observed.table)
 
     def _take_in(
         self,
@@ -118,53 +120,55 @@ class Eagle3Drafter:
             table = table.index_select(0, upload(behind, torch.int64, table.device))
         rows = [self._rows[id] for id in ids]
         fed = upload([token for row in rows for token in row.tokens], torch.int64, table.device)
-        taps = _joined([part for row in rows for part in row.taps])
-        hidden = self._layer.fused([taps[index] for index in self._order])
+        aux_hidden_states = _joined([part for row in rows for part in row.hidden])
+        hidden = self._layer.fused([aux_hidden_states[index] for index in self._order])
         layout = self._layer.backend.ranges_layout(table, [(row.valid, len(row)) for row in rows])
         self._layer.enter(fed, hidden, layout)
         last = list(accumulate(len(row.tokens) for row in rows))
         for id, row, end in zip(ids, rows, last, strict=True):
             # A copy: a part of a prompt would keep all of it.
-            self._rows[id] = _HeadRow(len(row), [tap[end - 1 : end].clone() for tap in taps])
+            at_last = [states[end - 1 : end].clone() for states in aux_hidden_states]
+            self._rows[id] = _HeadRow(len(row), at_last)
 
-    def propose(self, ask: Ask, watch: Stopwatch) -> Proposal:
-        if any(len(self._rows[id].tokens) > 1 for id in ask.ids):
+    def propose(self, request: DraftRequest, watch: Stopwatch) -> Proposal:
+        if any(len(self._rows[id].tokens) > 1 for id in request.ids):
             with watch.section("catch_up"):
-                self._take_in(ask.ids, ask.table)
-        rows = [self._rows[id] for id in ask.ids]
+                self._take_in(request.ids, request.table)
+        rows = [self._rows[id] for id in request.ids]
         last = [
-            None if len(row) != len(content) - 1 else row.taps[0] if row.taps else row.last
-            for row, content in zip(rows, ask.contents, strict=True)
+            None if len(row) != len(content) - 1 else row.hidden[0] if row.hidden else row.last
+            for row, content in zip(rows, request.contents, strict=True)
         ]
-        lens = [0 if one is None else most for one, most in zip(last, ask.draft_lens, strict=True)]
+        draft_lens = zip(last, request.draft_lens, strict=True)
+        lens = [0 if states is None else most for states, most in draft_lens]
         if not any(lens):
-            none = torch.empty((0, len(rows)), dtype=torch.int64, device=ask.table.device)
+            none = torch.empty((0, len(rows)), dtype=torch.int64, device=request.table.device)
             return Proposal(none, lens)
         with watch.section("draft"):
-            return self._draft(ask, lens, last)
+            return self._draft(request, lens, last)
 
     def _draft(
-        self, ask: Ask, lens: list[int], last: Sequence[list[torch.Tensor] | None]
+        self, request: DraftRequest, lens: list[int], last: Sequence[list[torch.Tensor] | None]
     ) -> Proposal:
-        """`last`: the hidden states at each row's last position, by tap, if they are there."""
-        ids, shift, table = self._layer.ids, self._layer.shift, ask.table
-        k, spare = max(lens), next(one for one in last if one is not None)
+        """`last`: the hidden states at each row's last position, by layer, if they are there."""
+        ids, shift, table = self._layer.ids, self._layer.shift, request.table
+        k, spare = max(lens), next(states for states in last if states is not None)
         if None in last:  # such a row is computed in the scrap block: what it has stays
-            absent = upload([one is None for one in last], torch.bool, table.device)
+            absent = upload([states is None for states in last], torch.bool, table.device)
             table = table.masked_fill(absent[:, None], SCRAP_BLOCK)
-        taps = _joined([one or spare for one in last])
-        x = self._layer.fused([taps[index] for index in self._order])
-        starts = [len(content) - 2 for content in ask.contents]
+        aux_hidden_states = _joined([states or spare for states in last])
+        x = self._layer.fused([aux_hidden_states[index] for index in self._order])
+        starts = [len(content) - 2 for content in request.contents]
         layout = self._layer.backend.step_layout(table, starts, k)
-        token = upload([content[-1] for content in ask.contents], torch.int64, table.device)
+        token = upload([content[-1] for content in request.contents], torch.int64, table.device)
         tokens = []
         for j in range(k):
             out = self.passes.forward(token, layout.window(j, j + 1), ALL, x)
             assert out.logits is not None
-            (x,) = out.taps
-            guessed = guess(out.logits, ask.sampling, ask.noise, j, ids)
+            (x,) = out.aux_hidden_states
+            guessed = guess(out.logits, request.sampling, request.noise, j, ids)
             if shift is not None:
-                token = (token + shift) % ask.token_most
+                token = (token + shift) % request.token_most
             else:
                 token = guessed if ids is None else ids[guessed]
             tokens.append(token)
@@ -198,7 +202,7 @@ class HeadSource(DraftSource):
     def memory(self) -> DraftMemory:
         config, tensors = self.head.config, self.head.tensors.values()
         weights = sum(tensor.nbytes for tensor in tensors)
-        return DraftMemory(weights, ModelShape.of(config), len(config.taps))
+        return DraftMemory(weights, ModelShape.of(config), len(config.aux_layers))
 
     def load(self, config: ReplicaConfig, device: torch.device) -> HeadSource:
         path = resolve(self.name, "draft", field=config.drafting_field)
@@ -221,5 +225,6 @@ class HeadSource(DraftSource):
 
 
 def _joined(parts: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:  # each [tokens, hidden]
-    """All parts by tap; a single one is not copied, for it may be a prompt."""
-    return [tap[0] if len(tap) == 1 else torch.cat(tap) for tap in zip(*parts, strict=True)]
+    """All parts by layer; a single one is not copied, for it may be a prompt."""
+    of_layers = zip(*parts, strict=True)
+    return [states[0] if len(states) == 1 else torch.cat(states) for states in of_layers]

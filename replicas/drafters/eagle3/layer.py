@@ -13,10 +13,10 @@ import torch
 from torch.nn.functional import embedding, rms_norm, silu
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from replicas.drafters.eagle3.config import LAYER
+from replicas.drafters.eagle3.head_config import LAYER
 from replicas.drafters.eagle3.weights import Head
 from replicas.invariant import Product
-from replicas.models.paged_model import AttentionBackend, Output, Wants
+from replicas.models.paged_model import AttentionBackend, ForwardOptions, Output
 
 
 class HeadLayer:
@@ -52,7 +52,7 @@ class HeadLayer:
 
         attention, mlp = LAYER + "self_attn.", LAYER + "mlp."
         self._fc = product("fc")
-        self._qkv = product(*(f"{attention}{one}_proj" for one in "qkv"))
+        self._qkv = product(*(f"{attention}{letter}_proj" for letter in "qkv"))
         self._out = product(attention + "o_proj")
         self._gate_up = product(mlp + "gate_proj", mlp + "up_proj")
         self._down = product(mlp + "down_proj")
@@ -62,11 +62,11 @@ class HeadLayer:
         cos, sin = rotary(torch.empty(0, dtype=cache.dtype, device=embeddings.device), positions)
         self._cos, self._sin = cos[0][:, None], sin[0][:, None]  # [context_len, 1, head_dim]
 
-    def fused(self, taps: Sequence[torch.Tensor]) -> torch.Tensor:  # each [tokens, target's width]
-        """What the layer sees of the target, [tokens, width]; `taps` in the config's order."""
+    def fused(self, hidden: Sequence[torch.Tensor]) -> torch.Tensor:  # each [tokens, target's]
+        """What the layer sees of the target, [tokens, width]; in the order of `aux_layers`."""
         if self.config.fc_norm:
-            taps = [self._norm(tap, f"fc_norm.{i}") for i, tap in enumerate(taps)]
-        x = torch.cat(list(taps), -1)
+            hidden = [self._norm(states, f"fc_norm.{i}") for i, states in enumerate(hidden)]
+        x = torch.cat(list(hidden), -1)
         return self._fc(self._norm(x, "input_norm") if self.config.norm_before_fc else x)
 
     def enter(
@@ -98,10 +98,10 @@ class HeadLayer:
         self,
         tokens: torch.Tensor,  # [tokens], int64, as in `enter`
         layout: Any,
-        wants: Wants,
+        options: ForwardOptions,
         hidden: torch.Tensor,  # [tokens, width]
     ) -> Output:
-        """All logits of the layer's output, and as a tap what the next position sees of it."""
+        """All logits of the layer's output, as its hidden states what the next position sees."""
         entered, residual = self.enter(tokens, hidden, layout)
         attention = self.backend.begin(layout, entered.shape[1])
         x = self._out(attention(0, entered, self._scaling)).add_(residual)

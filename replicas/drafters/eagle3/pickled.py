@@ -13,7 +13,7 @@ from pickle import UnpicklingError
 
 import torch
 
-from replicas.models.names import PairRefused
+from replicas.errors import PairRefused
 
 _PICKLE_BYTES_MAX = 1 << 20
 """A head has some two dozen tensors, and one takes about 200 bytes besides its values."""
@@ -51,7 +51,7 @@ def _check(file: zipfile.ZipFile) -> None:
     """Raises UnpicklingError for what `torch.save` does not write of a state dict."""
     if any(record.compress_type != zipfile.ZIP_STORED for record in file.infolist()):
         raise UnpicklingError("a compressed record")
-    [pickled] = [one for one in file.infolist() if one.filename.split("/", 1)[-1] == "data.pkl"]
+    [pickled] = [part for part in file.infolist() if part.filename.split("/", 1)[-1] == "data.pkl"]
     if pickled.file_size > _PICKLE_BYTES_MAX:
         raise UnpicklingError("too long")
     for code, argument, _at in pickletools.genops(file.read(pickled)):

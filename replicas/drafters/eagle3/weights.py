@@ -11,11 +11,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers.utils import cached_file
 
-from replicas.drafters.eagle3.config import LAYER, HeadConfig, head_config
+from replicas.drafters.eagle3.head_config import LAYER, HeadConfig, head_config
 from replicas.drafters.eagle3.pickled import read_pickled
-from replicas.drafters.eagle3.planted import PLANTED_HEAD, planted_head, planted_tensors
-from replicas.models.names import PairRefused
-from replicas.models.shapes import map_shift
+from replicas.drafters.eagle3.planted_head import PLANTED_HEAD, planted_head, planted_tensors
+from replicas.errors import PairRefused
+from replicas.names import map_shift
 
 _MAPS = ("d2t", "t2d")
 _IGNORED = ("verifier_norm.weight", "verifier_lm_head.weight", "rotary_emb.inv_freq")

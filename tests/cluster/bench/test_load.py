@@ -25,20 +25,21 @@ from cluster.bench.workload import Workload, synthetic_prompts
 from cluster.client import AsyncClient
 from cluster.client.retry import Continuation
 from protos import lockstep_pb2 as pb, lockstep_pb2_grpc
-from replicas.models.names import TINY
+from replicas.names import TINY
 from scheduler.simulation import uniform
 from tests.cluster.cli.command import lockstep
 from tests.cluster.fakes import CONTEXT, VOCAB, FakeReplica, tokenizer
 from tests.cluster.frontend.http_rig import http_frontend
 from tests.cluster.frontend.rig import frontend
+from tests.cluster.pool.rig import Stuck
 
 TEXTS = ["the quick", "brown fox"]
 
 
 @asynccontextmanager
-async def served(step_s: float = 0.0, target: str = "fake") -> AsyncIterator[str]:
+async def served(fake: FakeReplica | None = None, target: str = "fake") -> AsyncIterator[str]:
     """The address of a frontend with its pool and a fake replica, behind real gRPC."""
-    fake = FakeReplica(step_s)
+    fake = fake or FakeReplica()
     fake.spec = replace(fake.spec, target=target, draft=target)
     async with frontend(load=lambda: fake) as made:
         server = grpc.aio.server()
@@ -70,11 +71,14 @@ async def measured(folder: Path, prompts: list[str], *args: str, code: int = 0) 
 
 
 async def test_an_open_loop_does_not_wait_for_answers_and_a_failure_is_one_request() -> None:
-    # 20 tokens take over five times as long as all requests take to come.
-    async with served(step_s=0.1) as address, AsyncClient(address) as client:
+    # No batch ends before all requests have come.
+    stuck = Stuck()
+    async with served(stuck) as address, AsyncClient(address) as client:
 
         def make(number: int) -> pb.GenerateRequest:
             request = grpc_request(workload(), number)
+            if number == 7:
+                stuck.let_go.set()
             if number == 2:
                 request.max_new_tokens = CONTEXT + 1
             return request
@@ -121,7 +125,7 @@ async def test_the_command_measures_a_cluster(tmp_path: Path) -> None:
     page = tmp_path / "new" / "a.html"
     async with served(target=TINY) as address:
         arguments = ["--address", address, "--requests", "6", "--rate", "40", "--warm-up", "2"]
-        arguments += ["--max-new-tokens", "12", "--html", str(page)]
+        arguments += ["--max-new-tokens", "12", "--draft-len", "4", "--html", str(page)]
         data = await measured(tmp_path, TEXTS, *arguments)
     assert page.read_text().startswith("<!DOCTYPE html>")
     figures, settings = data["figures"], data["settings"]

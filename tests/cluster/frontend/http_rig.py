@@ -24,7 +24,7 @@ from protos import lockstep_pb2 as pb
 from replicas.config import ReplicaConfig
 from replicas.decoding import load_grammars
 from replicas.grammars import Grammars
-from replicas.models.pair import Pair, load_pair
+from replicas.pair import Pair, load_pair
 from replicas.replica import Replica
 from tests.cluster.fakes import load_fake_text, tokenizer
 from tests.cluster.frontend.rig import CONFIG, frontend

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
 from grpc import StatusCode
 
@@ -20,8 +21,8 @@ from cluster.metrics import FrontendMeter, Sink
 from cluster.worker.worker import HostedReplica, Worker
 from protos import lockstep_pb2 as pb
 from replicas.config import ReplicaConfig
-from scheduler.messages import Emit, Finish, FinishReason
-from tests.cluster.fakes import FakeReplica, load_fake_text, tokenizer
+from scheduler.messages import Batch, Emit, Finish, FinishReason, StepResult
+from tests.cluster.fakes import ClockAhead, FakeReplica, load_fake_text, tokenizer
 from tests.cluster.wire import Wire, until
 
 CONFIG = from_args({"frontend": {"coalesce_ms": 1}})
@@ -67,6 +68,22 @@ def shared_work(text: TargetText, config: FrontendConfig) -> BoundedWork:
             _shared.pop(next(iter(_shared))).close()
         _shared[key] = BoundedWork(text, config)
     return _shared[key]
+
+
+class Late(FakeReplica):
+    """At every sixth batch all that the pool has is past its deadline, by the pool's clock."""
+
+    def __init__(self, clock: ClockAhead) -> None:
+        super().__init__()
+        self._clock = clock
+        self._batches = 0
+
+    def step(self, batch: Batch, *rest: Any) -> StepResult:
+        result = super().step(batch, *rest)
+        self._batches += 1
+        if self._batches % 6 == 0:
+            self._clock.ahead_s += 2 * CONFIG.frontend.timeout_s
+        return result
 
 
 @asynccontextmanager

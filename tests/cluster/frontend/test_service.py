@@ -32,12 +32,13 @@ from cluster.frontend.status_codes import CODES, Refusal, Refused, refusal_of_fi
 from cluster.frontend.text import TextStream
 from protos import lockstep_pb2 as pb
 from scheduler.messages import Finish, FinishReason, Reject, RejectCode
-from tests.cluster.fakes import tokenizer
+from tests.cluster.fakes import ClockAhead, tokenizer
 from tests.cluster.frontend.rig import (
     CONFIG,
     PROMPT,
     PROMPT_IDS,
     Context,
+    Late,
     asked,
     brings,
     ends,
@@ -48,6 +49,7 @@ from tests.cluster.frontend.rig import (
     text_of,
     unfinished,
 )
+from tests.cluster.pool.rig import Stuck
 from tests.cluster.scripted import joined
 from tests.cluster.wire import until
 
@@ -116,7 +118,8 @@ async def test_sequences_are_admitted_and_charged_together(tmp_path: Path) -> No
     caller = Caller((f"Bearer {add(path, 'alice', tokens_per_minute=tokens, requests_max=4)}",))
     prompts = (TextPrompt(PROMPT),)
     config = from_args({"auth": {"keys_file": str(path)}})
-    async with frontend(step_s=0.05, config=config) as made:
+    stuck = Stuck()
+    async with frontend(load=lambda: stuck, config=config) as made:
         service = made.service
         call = replace(CALL, caller=caller, prompts=prompts, max_new_tokens=400)
         running = asyncio.ensure_future(answers(service, call))
@@ -131,15 +134,17 @@ async def test_sequences_are_admitted_and_charged_together(tmp_path: Path) -> No
                 await answers(service, replace(call, prompts=prompts * number, choices=choices))
             assert (refused.value.refusal.code, refused.value.refusal.field) == (code, field)
         running.cancel()
+        stuck.let_go.set()
         await asyncio.gather(running, return_exceptions=True)
         await until(lambda: not unfinished(service))
         assert len(await answers(service, replace(call, choices=4, max_new_tokens=1))) == 4
 
 
 async def test_one_sequence_that_is_not_served_in_full_ends_the_call() -> None:
-    async with frontend(step_s=0.02) as made:
+    clock = ClockAhead()
+    async with frontend(clock=clock, load=lambda: Late(clock)) as made:
         service = made.service
-        call = replace(CALL, max_new_tokens=400, stream=True, timeout_s=0.2)
+        call = replace(CALL, max_new_tokens=400, stream=True)
         deltas = await answers(service, call)
         ends = [delta.end for got in deltas.values() for delta in got if delta.end]
         assert [end.reason for end in ends] == [FinishReason.DEADLINE]

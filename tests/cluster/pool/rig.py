@@ -36,13 +36,17 @@ def with_pool(config: ClusterConfig, **settings: Any) -> ClusterConfig:
 
 
 class Stuck(FakeReplica):
-    """Ends no batch before it is let go."""
+    """Ends no batch before it is let go, but for those that it may."""
 
-    def __init__(self) -> None:
+    def __init__(self, may: int = 0) -> None:
         super().__init__()
         self.begun, self.let_go, self.ended = (threading.Event() for _ in range(3))
+        self._may = may
 
     def step(self, batch: Any, *rest: Any) -> Any:
+        if self._may:
+            self._may -= 1
+            return super().step(batch, *rest)
         self.begun.set()
         self.let_go.wait(120)
         result = super().step(batch, *rest)

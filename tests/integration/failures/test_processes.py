@@ -74,7 +74,8 @@ def settings(**more: Any) -> ClusterConfig:
     return cluster_config(
         frontend={"number": 2},
         actors={"batch_s_max": BATCH_S_MAX, "drain_s": 10.0},
-        scheduler={"steps_per_batch_max": 2},
+        # Not by measured times: streams must last until they are disturbed.
+        scheduler={"steps_per_batch_max": 2, "draft_len": 2},
         **PORTS,
         **more,
     )
@@ -284,7 +285,7 @@ def test_of_two_shards_a_killed_pool_begins_only_its_own_requests_again(
 
     def disturb() -> None:
         hosted.wait_for(lambda status: all(shard.running for shard in status.shards))
-        time.sleep(0.5)
+        hosted.wait_for_tokens(200)
         kill(next(one.pid for one in hosted.processes("pool") if one not in others))
 
     outcomes = serve(hosted.address, fake_asks(STREAMS, tokens=TOKENS), disturb)

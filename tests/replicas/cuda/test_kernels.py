@@ -15,14 +15,14 @@ import inspect
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from replicas.kernels import attention, layers
-from replicas.models.attention import QUERIES
+from replicas.kernels import layers, paged_attention
+from replicas.models.device_attention import QUERIES
 
 COUNTS = dict.fromkeys(("starts", "firsts", "counts", "table", "slots", "positions"), "*i64")
 NUMBERS = dict.fromkeys(("columns", "pieces", "folded", "inner", "token_stride"), "i32")
 NUMBERS |= {"head_stride": "i32", "table_stride": "i32", "scale": "fp32", "eps": "fp32"}
 SIZES = {"GROUP": 4, "GROUP_ROWS": 4, "DIM": 128, "DIMS": 128, "BLOCK": 16, "PIECE": 256}
-SIZES |= {"QUERIES": QUERIES, "KEYS": attention.KEYS, "KV_HEADS": 8, "HALF": 64}
+SIZES |= {"QUERIES": QUERIES, "KEYS": paged_attention.KEYS, "KV_HEADS": 8, "HALF": 64}
 SIZES |= {"INNER": 1024}
 
 
@@ -41,9 +41,9 @@ def compiled(kernel, floats, **sizes):
 
 
 parts = {"out": "*fp32", "sums": "*fp32"}
-compiled(attention.attend, parts, WHOLE=False)
-compiled(attention.attend, {}, WHOLE=True)
-compiled(attention.add_pieces, {"parts": "*fp32", "sums": "*fp32"})
+compiled(paged_attention.attend, parts, WHOLE=False)
+compiled(paged_attention.attend, {}, WHOLE=True)
+compiled(paged_attention.add_pieces, {"parts": "*fp32", "sums": "*fp32"})
 compiled(layers._rotate, {}, NORM=True, FINITE=False)
 compiled(layers._activate, {})
 """

@@ -18,12 +18,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from replicas.cuda import FixedPass, Kind
-from replicas.drafters.eagle3.config import head_config
+from replicas.drafters.eagle3.head_config import head_config
 from replicas.drafters.eagle3.layer import HeadLayer
 from replicas.drafters.eagle3.weights import Head
 from replicas.invariant.modules import compute_in_tiles
 from replicas.invariant.ops import TILE, Arithmetic
-from replicas.kernels import attention as kernels
+from replicas.kernels import paged_attention as kernels
 from replicas.kv_cache import CacheShape, PagedCache
 from replicas.models.decoder import JoinedDecoder
 from replicas.models.paged_model import ATTENTION, PagedModel
@@ -142,14 +142,14 @@ def test_every_kind_of_pass_can_be_recorded(
 ) -> None:
     """Through the standing tensors, as on a GPU."""
     model = model_on_meta(architecture, dtype, **more)
-    taps = (0, 1) if "tiled" not in more else ()
+    aux_layers = (0, 1) if "tiled" not in more else ()
     for width in (1, 4):
-        one = FixedPass(model, Kind(ROWS, width, 5), taps, None)
+        one = FixedPass(model, Kind(ROWS, width, 5), aux_layers, None)
         with recordable():
             out = one.compute()
         assert out.logits is not None
         assert out.logits.shape == (ROWS * width, model.vocab)
-        assert len(out.taps) == len(taps)
+        assert len(out.aux_hidden_states) == len(aux_layers)
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
@@ -166,4 +166,4 @@ def test_so_can_passes_of_a_head(kind: str) -> None:
         out = one.compute()
     assert out.logits is not None
     assert out.logits.shape == (ROWS, TARGET_VOCAB)
-    assert [tap.shape for tap in out.taps] == [(ROWS, config.width)]
+    assert [states.shape for states in out.aux_hidden_states] == [(ROWS, config.width)]

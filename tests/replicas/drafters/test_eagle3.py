@@ -17,15 +17,15 @@ import torch
 from transformers import PreTrainedModel
 
 from replicas.config import ReplicaConfig
-from replicas.drafters import Ask
+from replicas.drafters import DraftRequest
 from replicas.drafters.eagle3 import HeadSource, load_head, read_head
-from replicas.drafters.eagle3.config import HeadConfig, head_config
 from replicas.drafters.eagle3.drafter import TOGETHER
+from replicas.drafters.eagle3.head_config import HeadConfig, head_config
+from replicas.errors import PairRefused
 from replicas.memory import plan_memory
-from replicas.models.names import PairRefused
 from replicas.sampling.choice import SamplingBatch
 from replicas.stopwatch import Stopwatch
-from scheduler.messages import SamplingParams
+from scheduler.messages import Sampling
 from tests.replicas.heads import TARGET_VOCAB, headed_replica, plain_head, said, save_head
 from tests.replicas.pool import Client, failing_pass, prompt
 from tests.tiny_pairs import DEVICE, target_model, tiny_pair
@@ -55,10 +55,10 @@ class Headed(Client):
 
         def overwriting(*given: Any) -> Any:
             """As a recording, which writes where the last result is."""
-            for tap in last:
-                tap.zero_()
+            for states in last:
+                states.zero_()
             out = forward(*given)
-            last[:] = out.taps
+            last[:] = out.aux_hidden_states
             return out
 
         target.forward = overwriting
@@ -70,12 +70,14 @@ class Headed(Client):
         for one, content in self.contents.items():
             blocks.grow(one, len(content) + k)
         device = torch.device(DEVICE)
-        sampling = SamplingBatch.of([SamplingParams()] * len(ids), device)
+        sampling = SamplingBatch.of([Sampling()] * len(ids), device)
         table = blocks.table(ids, device)
-        ask = Ask(ids, contents, [k] * len(ids), sampling, table, token_most=TARGET_VOCAB)
+        request = DraftRequest(
+            ids, contents, [k] * len(ids), sampling, table, token_most=TARGET_VOCAB
+        )
         assert drafter is not None
         with torch.inference_mode():
-            proposal = drafter.propose(ask, Stopwatch(device))
+            proposal = drafter.propose(request, Stopwatch(device))
         assert list(proposal.lens) == [k] * len(ids)
         drafts = [expected(self.path, content, k) for content in contents]
         assert proposal.tokens.t().tolist() == drafts
@@ -108,7 +110,7 @@ def expected(path: str, content: list[int], k: int) -> list[int]:
     model, (config, tensors) = plain_target(), plain_tensors(path)
     with torch.no_grad():
         out = model(torch.tensor([content[:-1]]), output_hidden_states=True)
-    hidden = torch.cat([out.hidden_states[tap][0] for tap in config.taps], -1)
+    hidden = torch.cat([out.hidden_states[states][0] for states in config.aux_layers], -1)
     embeddings = model.get_input_embeddings().weight.detach()
     told = json.loads((Path(path) / "config.json").read_text())
     theta = told.get("transformer_layer_config", told).get("rope_theta", 10_000.0)
@@ -208,16 +210,16 @@ def test_rows_of_unequal_drafts_show_the_head_what_was_accepted(path: str) -> No
 
 
 @pytest.mark.parametrize(
-    ("ids", "taps"), [(None, (2, 1, 0)), ([2, 0, 1], (2, 0, 1)), ([1, 0], (2, 1))]
+    ("ids", "aux_layers"), [(None, (2, 1, 0)), ([2, 0, 1], (2, 0, 1)), ([1, 0], (2, 1))]
 )
 def test_hidden_states_are_numbered_as_transformers_does(
-    ids: list[int] | None, taps: tuple[int, ...]
+    ids: list[int] | None, aux_layers: tuple[int, ...]
 ) -> None:
     """Ids that begin with 1 count layers, and mean what these put out."""
     keys = {"eagle_aux_hidden_state_layer_ids": ids}
-    assert head_config(said(True, **keys), {"d2t"}, TARGET).taps == taps
+    assert head_config(said(True, **keys), {"d2t"}, TARGET).aux_layers == aux_layers
     nested = said(False, eagle_config={"use_aux_hidden_state": True, **keys})
-    assert head_config(nested, {"d2t"}, TARGET).taps == taps
+    assert head_config(nested, {"d2t"}, TARGET).aux_layers == aux_layers
 
 
 def test_what_a_config_does_not_say() -> None:

@@ -13,10 +13,10 @@ from replicas.config import ReplicaConfig, SpeculativeConfig
 from replicas.drafters.eagle3 import Eagle3Drafter
 from replicas.drafters.model import ModelDrafter
 from replicas.drafters.suffix import SuffixDrafter
+from replicas.errors import PairRefused
 from replicas.memory import check_memory
-from replicas.models.load import resolve, resolve_device
-from replicas.models.names import PairRefused
-from replicas.models.pair import load_pair, read_pair
+from replicas.models.loader import resolve, resolve_device
+from replicas.pair import load_pair, read_pair
 from replicas.replica import Replica
 from tests.replicas.heads import layer_config, save_head
 

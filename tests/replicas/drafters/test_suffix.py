@@ -10,12 +10,12 @@ from collections import Counter
 import pytest
 import torch
 
-from replicas.drafters import Ask, Seen, suffix as module
+from replicas.drafters import DraftRequest, Observation, suffix as module
 from replicas.drafters.history import DEEP, DEPTH, END, LEAST_PROBABILITY, PLACES, Draft, History
 from replicas.drafters.suffix import OUTPUTS_TOKENS, SuffixDrafter, SuffixSource
 from replicas.sampling.choice import SamplingBatch
 from replicas.stopwatch import Stopwatch
-from scheduler.messages import SamplingParams
+from scheduler.messages import Sampling
 from tests.replicas.pool import Client, failing_pass, prompt
 from tests.tiny_pairs import tiny_replica
 
@@ -26,15 +26,17 @@ TABLE = torch.zeros((1, 1), dtype=torch.int64)
 def drafts_of(drafter: SuffixDrafter, *rows: str, k: int | list[int] = 4) -> list[list[int]]:
     contents = [list(drafter.rows[row].history.tokens) for row in rows]
     draft_lens = [k] * len(rows) if isinstance(k, int) else k
-    sampling = SamplingBatch.of([SamplingParams()] * len(rows), CPU)
-    proposal = drafter.propose(Ask(rows, contents, draft_lens, sampling, TABLE), Stopwatch(CPU))
+    sampling = SamplingBatch.of([Sampling()] * len(rows), CPU)
+    proposal = drafter.propose(
+        DraftRequest(rows, contents, draft_lens, sampling, TABLE), Stopwatch(CPU)
+    )
     assert proposal.tokens.shape == (max(proposal.lens), len(rows))
     columns = proposal.tokens.t().tolist()
     return [column[:length] for column, length in zip(columns, proposal.lens, strict=True)]
 
 
 def commit(drafter: SuffixDrafter, row: str, tokens: list[int]) -> None:
-    drafter.observe(Seen([row], [[]], [(0, 0)], TABLE, [tokens]))
+    drafter.observe(Observation([row], [[]], [(0, 0)], TABLE, [tokens]))
 
 
 def said(drafter: SuffixDrafter, tokens: list[int], salt: str = "") -> None:

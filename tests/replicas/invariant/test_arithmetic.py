@@ -17,7 +17,7 @@ from torch.nn.functional import linear
 
 from replicas.invariant import proof
 from replicas.invariant.ops import TILE, Arithmetic, can_prepack
-from replicas.models.paged_model import Wants
+from replicas.models.paged_model import ForwardOptions
 from tests.replicas.built import Rows, built, uneven_model, with_massive_activations
 from tests.tiny_pairs import ARCHITECTURES, target_model
 
@@ -73,17 +73,19 @@ def test_what_is_tapped_has_the_same_bits_as_well() -> None:
     own = target_model("llama")
     model, _ = built(uneven_model("llama"))
     rows = Rows(model, (90,))
-    wants = Wants(logits=False, taps=(0, 1, 2))
+    options = ForwardOptions(logits=False, aux_layers=(0, 1, 2))
     with torch.inference_mode():
         whole = model.backend.ranges_layout(rows.table, [(0, 90)])
-        taps = model.forward(rows.tokens[0, :90], whole, wants).taps
+        aux_hidden_states = model.forward(rows.tokens[0, :90], whole, options).aux_hidden_states
         layout = model.backend.step_layout(rows.table, [80], 5).window(0, 5)
-        again = model.forward(rows.tokens[0, 80:85], layout, wants).taps
+        again = model.forward(rows.tokens[0, 80:85], layout, options).aux_hidden_states
         states = model.model(rows.tokens[:1, :90], output_hidden_states=True, use_cache=False)
     assert own.config.num_hidden_layers == 3
-    for tap, other, expected in zip(taps, again, states.hidden_states, strict=False):
-        assert torch.equal(tap[80:85], other)
-        assert torch.allclose(tap, expected[0], atol=1e-4)
+    for states_, other, expected in zip(
+        aux_hidden_states, again, states.hidden_states, strict=False
+    ):
+        assert torch.equal(states_[80:85], other)
+        assert torch.allclose(states_, expected[0], atol=1e-4)
 
 
 @pytest.mark.parametrize("dim", [32, 128])

@@ -15,14 +15,14 @@ from transformers import PreTrainedModel
 
 from cluster.local.engine import LocalEngine
 from replicas.config import ReplicaConfig
+from replicas.errors import PairRefused
 from replicas.invariant.check import what_changes_logits
 from replicas.invariant.ops import COUNTS, Arithmetic
 from replicas.models import build as building
-from replicas.models.names import PairRefused
 from replicas.models.paged_model import PagedModel
 from replicas.replica import Replica
 from scheduler.config import SchedulerConfig
-from scheduler.messages import Request, SamplingParams
+from scheduler.messages import Request, Sampling
 from tests.oracle.worlds import run_staggered
 from tests.replicas.built import BLOCK_SIZE, uneven_model
 from tests.tiny_pairs import DEVICE, pair_in
@@ -56,9 +56,9 @@ def requests() -> list[Request]:
     """Three greedy and three sampled ones."""
     rng = random.Random(5)
     prompts = [tuple(rng.randrange(512) for _ in range(rng.randint(1, 60))) for _ in range(6)]
-    hot = [SamplingParams(temperature=0.8, top_p=0.9, seed=i) for i in range(6)]
+    hot = [Sampling(temperature=0.8, top_p=0.9, seed=i) for i in range(6)]
     return [
-        Request(str(i), prompt, NEW, hot[i] if i % 2 else SamplingParams())
+        Request(str(i), prompt, NEW, hot[i] if i % 2 else Sampling())
         for i, prompt in enumerate(prompts)
     ]
 

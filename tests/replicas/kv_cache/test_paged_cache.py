@@ -12,7 +12,7 @@ from hypothesis import given, strategies as st
 from replicas.invariant.layout import PassLayout, StepLayout, ranges_layout
 from replicas.invariant.ops import Arithmetic
 from replicas.kv_cache import SCRAP_BLOCK, BlockAllocator, CacheShape, OutOfBlocks, PagedCache
-from replicas.kv_cache.device_layout import DeviceLayout, device_ranges
+from replicas.kv_cache.device_layout import DeviceStepLayout, device_ranges
 
 CPU = torch.device("cpu")
 SHAPE = CacheShape(block_size=4, context_len=64, heads=2, kv_heads=2, head_dim=3)
@@ -71,7 +71,7 @@ def test_each_query_sees_its_own_past_and_is_written_into_its_own_row(
     lengths = [max(start, 0) + 1 for start in starts]
     table = table_of(lengths)
     layout = StepLayout(table, starts, width, SHAPE, AS_IT_IS).window(0, width)
-    device = DeviceLayout(table, starts, width, SHAPE).window(0, width)
+    device = DeviceStepLayout(table, starts, width, SHAPE).window(0, width)
     seen, slots = seen_by(layout), flat_slots(layout)
     assert slots == device.slots.tolist()
     assert torch.equal(layout.positions, device.positions)

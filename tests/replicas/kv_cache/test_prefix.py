@@ -15,7 +15,7 @@ from hypothesis import given, strategies as st
 from replicas.kv_cache import BlockAllocator, Chain, OutOfBlocks
 from replicas.replica import PREFIX_GAIN_TOKENS
 from replicas.residents import Residents
-from scheduler.messages import PrefillRow, SamplingParams
+from scheduler.messages import PrefillRow, Sampling
 from tests.reference import plain_greedy
 from tests.replicas.pool import Client, failing_pass
 from tests.tiny_pairs import DEVICE, target_model, tiny_replica, unrecorded
@@ -130,7 +130,7 @@ def test_who_shares_with_another_of_the_same_batch_comes_second_if_it_pays() -> 
     def second(fills: tuple[int, ...], least: int) -> str:
         """Of rows a, b, ..., which fill so many blocks."""
         rows = [
-            PrefillRow(name, content, 1, SamplingParams(), (), 5, until=fill * BLOCK)
+            PrefillRow(name, content, 1, Sampling(), (), 5, until=fill * BLOCK)
             for name, content, fill in zip("abcde", contents, fills, strict=True)
         ]
         waves = residents.waves(rows, least * BLOCK)

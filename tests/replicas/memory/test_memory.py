@@ -17,30 +17,23 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from cluster.local.engine import LocalEngine
 from replicas.config import ReplicaConfig
+from replicas.errors import TooLittleMemory
 from replicas.invariant.ops import can_prepack
 from replicas.kv_cache import CacheShape, PagedCache
-from replicas.memory import (
-    MemoryPlan,
-    ModelShape,
-    PairShape,
-    TooLittleMemory,
-    check_memory,
-    free_bytes,
-    plan_memory,
-    weight_bytes,
-)
+from replicas.memory import MemoryPlan, PairShape, check_memory, free_bytes, plan_memory
 from replicas.memory.buffers import PassBytes, Workload, buffers, computed_passes, prepacked_bytes
 from replicas.memory.measure import measured_passes, peak_bytes
 from replicas.memory.plan import PASS_TOKENS_LEAST
-from replicas.memory.shapes import DraftMemory, without_storage
-from replicas.models import attention
-from replicas.models.pair import load_pair, read_pair
+from replicas.memory.shapes import DraftMemory
+from replicas.models import device_attention as attention
+from replicas.models.model_shape import ModelShape, weight_bytes, without_storage
+from replicas.pair import load_pair, read_pair
 from replicas.replica import Replica
 from scheduler.config import SchedulerConfig
 from scheduler.messages import Request
 from tests.gathering import Kernels
 from tests.reference import plain_greedy
-from tests.replicas.models.test_pair import WORDS, save_model
+from tests.replicas.test_pair import WORDS, save_model
 from tests.tiny_pairs import DEVICE, SHAPE, target_model, tiny_pair, tiny_replica
 
 CPU = torch.device("cpu")
@@ -165,10 +158,10 @@ def test_less_memory_shrinks_passes_first_then_rows_and_draft_tokens() -> None:
 def test_what_a_head_taps_of_the_target_is_counted() -> None:
     work, item = planned(memory=700_000_000).work, 4
     taken = computed_passes(SHAPES, item, on_gpu=False)(work)
-    tapping = dataclasses.replace(PAIR, draft=dataclasses.replace(PAIR.draft, taps=3))
+    tapping = dataclasses.replace(PAIR, draft=dataclasses.replace(PAIR.draft, aux_layers=3))
     plain, headed = (buffers(pair, work, item, taken, on_gpu=False) for pair in (PAIR, tapping))
-    tapped = 3 * work.pass_tokens * SHAPES[0].hidden * item
-    assert headed.prefill - plain.prefill >= tapped
+    aux_bytes = 3 * work.pass_tokens * SHAPES[0].hidden * item
+    assert headed.prefill - plain.prefill >= aux_bytes
     assert headed.total >= plain.total
 
 

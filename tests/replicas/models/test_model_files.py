@@ -18,11 +18,11 @@ from transformers import AutoConfig
 from cluster.frontend.target_text import TargetText
 from replicas.config import ReplicaConfig
 from replicas.drafters.eagle3.weights import read_head
-from replicas.models.load import resolve
-from replicas.models.names import PairRefused
-from replicas.models.pair import load_pair
+from replicas.errors import PairRefused
+from replicas.models.loader import resolve
+from replicas.pair import load_pair
 from tests.replicas.heads import layer_config, save_head
-from tests.replicas.models.test_pair import WORDS, save_model
+from tests.replicas.test_pair import WORDS, save_model
 
 MODEL_CODE = """
 from pathlib import Path

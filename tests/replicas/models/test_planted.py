@@ -9,10 +9,10 @@ from transformers import AutoConfig, PreTrainedModel
 
 from cluster.local.engine import LocalEngine
 from replicas.config import ReplicaConfig
-from replicas.models.names import PairRefused
-from replicas.models.pair import load_pair
+from replicas.errors import PairRefused
 from replicas.models.planted import plant as plant_on, share_following
-from replicas.models.shapes import SHAPES, parse_planted
+from replicas.names import SHAPES, parse_planted
+from replicas.pair import load_pair
 from replicas.replica import Replica
 from scheduler.config import SchedulerConfig
 from scheduler.messages import Request

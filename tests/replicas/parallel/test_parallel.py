@@ -18,18 +18,18 @@ from pydantic import ValidationError
 
 from cluster.local.engine import LocalEngine
 from replicas.config import ReplicaConfig
-from replicas.memory import MemoryPlan, PairShape, TooLittleMemory, plan_memory
-from replicas.models.names import PairRefused
-from replicas.models.pair import read_pair
-from replicas.models.shapes import SHAPES
-from replicas.parallel import ranks, replica as parallel
+from replicas.errors import PairRefused, TooLittleMemory
+from replicas.memory import MemoryPlan, PairShape, plan_memory
+from replicas.names import SHAPES
+from replicas.pair import read_pair
+from replicas.parallel import parallel_replica as parallel, ranks
+from replicas.parallel.parallel_replica import LocalRank, ParallelReplica, load_parallel, start_here
 from replicas.parallel.ranks import Failure, Ranks, ReplicaBroken
 from replicas.parallel.rendezvous import Address, Channel, Store, host_store, join_store
-from replicas.parallel.replica import LocalRank, ParallelReplica, load_parallel, start_here
 from replicas.replica import Replica
 from scheduler.config import SchedulerConfig
 from scheduler.decoding import Decoding
-from scheduler.messages import Batch, BatchKind, PrefillRow, Request, SamplingParams, StepRow
+from scheduler.messages import Batch, BatchKind, PrefillRow, Request, Sampling, StepRow
 from tests.replicas.pool import Client
 from tests.tiny_pairs import tiny_replica
 
@@ -60,7 +60,7 @@ def run(replica: Replica | ParallelReplica, batch: int, k: int) -> list[list[int
             str(i),
             tuple(torch.randint(512, (3 + 7 * i,), generator=generator).tolist()),
             NEW,
-            sampling=SamplingParams(temperature=0.8 * (i % 2), seed=i),
+            sampling=Sampling(temperature=0.8 * (i % 2), seed=i),
             decoding=DECODING if i == 2 else None,
         )
         for i in range(5)
@@ -255,7 +255,7 @@ def test_a_rank_that_has_ended_is_not_waited_for(
 def test_messages_arrive_whole_in_order_and_as_what_they_are() -> None:
     store, address = host_store()
     ours, theirs = Channel(store, 1, True), Channel(join_store(address), 1, False)
-    row = PrefillRow("é", tuple(range(2_000_000)), 7, SamplingParams(0.7, seed=2**62), (1,), 3)
+    row = PrefillRow("é", tuple(range(2_000_000)), 7, Sampling(0.7, seed=2**62), (1,), 3)
     large = Batch(1, "r", BatchKind.PREFILL, prefill=(row,))
     small = Batch(2, "r", BatchKind.SPECULATE, rows=(StepRow("é", 3, 4, 5),))
     for batch in (small, large, None):

@@ -20,17 +20,17 @@ from transformers import (
 
 from replicas.sampling.choice import SamplingBatch, choose, first_best, guess
 from replicas.sampling.noise import NOISE_MOST, gumbel_noise, noise_keys
-from scheduler.messages import SamplingParams
+from scheduler.messages import Sampling
 
 CPU = torch.device("cpu")
 DRAWS = 200_000
 PARAMS = [
-    SamplingParams(temperature=1.0, seed=1),
-    SamplingParams(temperature=0.5, seed=2),
-    SamplingParams(temperature=1.7, top_k=5, seed=3),
-    SamplingParams(temperature=1.0, top_p=0.7, seed=4),
-    SamplingParams(temperature=1.3, min_p=0.1, seed=5),
-    SamplingParams(temperature=0.9, top_k=12, top_p=0.9, min_p=0.02, seed=6),
+    Sampling(temperature=1.0, seed=1),
+    Sampling(temperature=0.5, seed=2),
+    Sampling(temperature=1.7, top_k=5, seed=3),
+    Sampling(temperature=1.0, top_p=0.7, seed=4),
+    Sampling(temperature=1.3, min_p=0.1, seed=5),
+    Sampling(temperature=0.9, top_k=12, top_p=0.9, min_p=0.02, seed=6),
 ]
 
 
@@ -40,14 +40,14 @@ def some_logits(vocab: int = 24, seed: int = 0) -> torch.Tensor:
 
 def chosen(
     logits: torch.Tensor,  # [rows, width, vocab]
-    params: list[SamplingParams],
+    params: list[Sampling],
     positions: torch.Tensor,  # [rows, width]
 ) -> torch.Tensor:
     sampling = SamplingBatch.of(params, CPU)
     return choose(logits, sampling, sampling.noise_after(positions - 1))
 
 
-def law(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+def law(logits: torch.Tensor, params: Sampling) -> torch.Tensor:
     """What transformers would sample from, [vocab]."""
     warpers = LogitsProcessorList([TemperatureLogitsWarper(params.temperature)])
     if params.top_k:
@@ -60,7 +60,7 @@ def law(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     return scores.softmax(-1)[0]
 
 
-def draws(logits: torch.Tensor, params: SamplingParams, n: int = DRAWS) -> torch.Tensor:
+def draws(logits: torch.Tensor, params: Sampling, n: int = DRAWS) -> torch.Tensor:
     """Tokens chosen at n positions from the same logits, [n]."""
     positions = torch.arange(n)[None]
     return chosen(logits.expand(1, n, -1), [params], positions)[0]
@@ -77,7 +77,7 @@ def chi_square(counts: torch.Tensor, probability: torch.Tensor) -> tuple[float, 
 @pytest.mark.long
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("params", PARAMS, ids=str)
-def test_draws_follow_the_law_of_the_target(params: SamplingParams, dtype: torch.dtype) -> None:
+def test_draws_follow_the_law_of_the_target(params: Sampling, dtype: torch.dtype) -> None:
     """That of the logits as they are: differences are taken in float32, whatever the dtype."""
     logits = some_logits().add_(9.0).to(dtype)
     probability = law(logits.float(), params)
@@ -111,19 +111,19 @@ GREEDY = (
 @pytest.mark.parametrize("params", GREEDY, ids=str)
 def test_what_leaves_one_token_is_greedy(params: dict[str, float]) -> None:
     logits = torch.randn(1, 400, 50)
-    every = [SamplingParams(**{"seed": 1, **params})]
+    every = [Sampling(**{"seed": 1, **params})]
     assert torch.equal(chosen(logits, every, torch.arange(400)[None]), logits.argmax(-1))
 
 
 def test_equal_logits_end_the_search_for_the_nucleus() -> None:
     logits = torch.zeros(1, 50, 8)
-    params = [SamplingParams(temperature=1.0, top_p=1e-46, seed=1)]
+    params = [Sampling(temperature=1.0, top_p=1e-46, seed=1)]
     assert chosen(logits, params, torch.arange(50)[None]).shape == (1, 50)
 
 
 def test_rows_taken_from_a_batch_choose_as_in_it() -> None:
     """Greedy ones among them."""
-    params = [SamplingParams(), *PARAMS, SamplingParams(seed=3)]
+    params = [Sampling(), *PARAMS, Sampling(seed=3)]
     logits = torch.randn(8, 3, 50, generator=torch.Generator().manual_seed(9)) * 2
     positions, rows = torch.arange(24).view(8, 3), torch.tensor([7, 0, 3, 3, 1])
     batch = SamplingBatch.of(params, CPU)
@@ -136,7 +136,7 @@ def test_rows_taken_from_a_batch_choose_as_in_it() -> None:
 @pytest.mark.parametrize("vocab", [500, 16_500])
 def test_a_guess_from_the_targets_own_logits_is_its_choice(vocab: int) -> None:
     """But for filters; also where the draft's vocabulary is the target's in another order."""
-    params = [SamplingParams(), *PARAMS[:2], SamplingParams(seed=3)] * 20
+    params = [Sampling(), *PARAMS[:2], Sampling(seed=3)] * 20
     logits = torch.randn(len(params), vocab, generator=torch.Generator().manual_seed(2)) * 5
     batch = SamplingBatch.of(params, CPU)
     noise = batch.noise_after(torch.arange(len(params))[:, None])
@@ -149,7 +149,7 @@ def test_a_guess_from_the_targets_own_logits_is_its_choice(vocab: int) -> None:
 
 def by_definition(
     logits: torch.Tensor,  # [vocab]
-    params: SamplingParams,
+    params: Sampling,
     position: int,
 ) -> int:
     """The rule as `choice` states it, token by token over the whole vocabulary."""
@@ -177,7 +177,7 @@ def by_definition(
 @pytest.mark.parametrize("deviation", [0.3, 3.0, 9.0])
 @pytest.mark.parametrize("vocab", [701, 16_500])
 def test_a_choice_is_that_of_the_rule_over_the_whole_vocabulary(
-    dtype: torch.dtype, params: SamplingParams, deviation: float, vocab: int
+    dtype: torch.dtype, params: Sampling, deviation: float, vocab: int
 ) -> None:
     """Flat logits, where the likeliest tokens do not suffice, and steep ones; with many equals."""
     generator = torch.Generator().manual_seed(4)
@@ -210,7 +210,7 @@ def test_a_nucleus_that_ends_at_a_token_is_told_exactly(vocab: int) -> None:
     before = 4 / (4 + 2 * math.floor(logits[0, 0, 4].exp().item() / unit) * unit)
     seen = {}
     for name, change in {"below": -1e-15, "above": 1e-15}.items():
-        params = [SamplingParams(temperature=1.0, top_p=before + change, seed=1)]
+        params = [Sampling(temperature=1.0, top_p=before + change, seed=1)]
         seen[name] = set(chosen(logits, params, positions)[0].tolist())
     assert seen == {"below": {0, 1, 2, 3}, "above": {0, 1, 2, 3, 4, 5}}
 

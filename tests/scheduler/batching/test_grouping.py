@@ -148,7 +148,7 @@ def test_no_row_waits_beyond_the_bound(
                     row.committed, row.turn = [], -inf
                 rows.add(row)
         batches.append(take(rows, rows_max, per_round, wait_rounds))
-        assert all(rows.passes(row) <= bound for row in rows)
+        assert all(rows.times_passed_over(row) <= bound for row in rows)
     rows.check_integrity()
 
 

@@ -7,12 +7,12 @@ from random import Random
 import pytest
 
 from scheduler.draft_length.acceptance import FIRST_GUESS, Acceptance
-from scheduler.messages import Request, RowResult, SamplingParams
+from scheduler.messages import Request, RowResult, Sampling
 from scheduler.state.sequence import Sequence
 
 
 def sequence(name: str, temperature: float = 0.0) -> Sequence:
-    return Sequence(Request(name, (1,), 1000, SamplingParams(temperature)), 1)
+    return Sequence(Request(name, (1,), 1000, Sampling(temperature)), 1)
 
 
 def step(rng: Random, acceptance: float, draft_len: int) -> RowResult:

@@ -17,13 +17,13 @@ from scheduler.messages import (
     PrefillRow,
     ReplicaSpec,
     Request,
-    SamplingParams,
+    Sampling,
     StepResult,
     StepRow,
     StepTimes,
     TriedBatch,
 )
-from scheduler.simulation.replica import Resident
+from scheduler.simulation.simulated_replica import Resident
 from scheduler.state.sequence import Answer, Sequence
 
 LENGTH = 100
@@ -55,7 +55,7 @@ class Pair:
     def answer(self, rows: list[Sequence], plan: StepPlan) -> TriedBatch:
         residents = []
         for row in rows:
-            admitted = PrefillRow(row.id, (), 1, SamplingParams(), (), 0)
+            admitted = PrefillRow(row.id, (), 1, Sampling(), (), 0)
             resident = Resident(admitted, self.acceptance, 0, LENGTH, 0, tokens_left=10_000)
             resident.begin(plan.draft_len)
             for _ in range(plan.steps):
@@ -218,7 +218,7 @@ def test_a_row_that_pins_its_draft_length_has_as_many_steps_per_batch_as_others(
 
 def prefill(begin: int, count: int, seconds: float) -> TriedBatch:
     """So many positions behind `begin` others took that long."""
-    rows = (PrefillRow("p", (), 9, SamplingParams(), (), 999, begin, begin + count),)
+    rows = (PrefillRow("p", (), 9, Sampling(), (), 999, begin, begin + count),)
     batch = Batch(2, "r", BatchKind.PREFILL, prefill=rows)
     return batch, StepResult(2, "r", (), times=StepTimes(prefill_s=seconds))
 

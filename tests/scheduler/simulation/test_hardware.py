@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from scheduler.messages import Batch, BatchKind, PrefillRow, SamplingParams, StepRow
+from scheduler.messages import Batch, BatchKind, PrefillRow, Sampling, StepRow
 from scheduler.simulation.hardware import DEVICES, PAIRS, Decoder, Device, Roofline, forward_s
 
 PLAIN = Device(
@@ -29,7 +29,7 @@ def speculate(lengths: list[int], draft_len: int) -> Batch:
 
 
 def prefill(begin: int, until: int | None, tokens: int) -> Batch:
-    row = PrefillRow("a", (1,) * tokens, 5, SamplingParams(), (), 9, begin, until)
+    row = PrefillRow("a", (1,) * tokens, 5, Sampling(), (), 9, begin, until)
     return Batch(1, "r", BatchKind.PREFILL, prefill=(row,))
 
 

@@ -26,6 +26,7 @@ from cluster.frontend.http_api.openai_models import ChatRequest, CompletionReque
 from protos import lockstep_pb2 as pb
 from tests.cluster.frontend.fuzz import requests as draw
 from tests.cluster.frontend.fuzz.requests import MESSAGE, SOUND
+from tests.cluster.frontend.fuzz.structures import ASKED
 from tests.cluster.frontend.http_rig import HERMES_TEMPLATE, http, served_tiny
 from tests.cluster.frontend.rig import CONFIG, Context, stream, unfinished
 
@@ -170,6 +171,7 @@ async def fuzz(
     odd: int = 2_000,
     grpc: int = 2_000,
     disconnects: int = 1_000,
+    structures: int = 2_000,
 ) -> int:
     """Returns how many answers are not as they must be. `well_formed`: over each API."""
     sound = bodies(draw.well_formed, well_formed, seed)
@@ -182,6 +184,7 @@ async def fuzz(
         + await round_of("well-formed over gRPC", sound_messages, over_grpc, answered)
         + await round_of("any over gRPC", messages, over_grpc, fine)
         + await round_of("broken over HTTP", bodies(draw.broken, broken, seed), over_http, fine)
+        + await round_of("structures", draw.drawn(ASKED, structures, seed), over_http, fine)
         + await round_of("odd over HTTP", draw.drawn(draw.odd(), odd, seed), over_http, fine)
     )
 

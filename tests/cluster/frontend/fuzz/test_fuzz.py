@@ -10,4 +10,7 @@ from tests.cluster.frontend.fuzz.http import fuzz
 
 @pytest.mark.long
 async def test_drawn_requests_are_answered_or_refused_and_leave_nothing() -> None:
-    assert await fuzz(0, broken=120, well_formed=40, odd=80, grpc=60, disconnects=20) == 0
+    assert (
+        await fuzz(0, broken=120, well_formed=40, odd=80, grpc=60, disconnects=20, structures=40)
+        == 0
+    )

@@ -33,6 +33,7 @@ from tests.cluster.frontend.rig import (
     text_of,
     unfinished,
 )
+from tests.cluster.pool.rig import Stuck
 from tests.cluster.scripted import joined
 from tests.cluster.wire import until
 
@@ -98,7 +99,8 @@ async def test_overload_says_when_to_come_back(monkeypatch: pytest.MonkeyPatch) 
     """Also to what comes while others are made tokens."""
     monkeypatch.setattr("cluster.frontend.service._TOKENIZE_INLINE", 0)
     config = from_args({"frontend": {"requests_max": 1}})
-    async with frontend(step_s=0.02, config=config) as made:
+    stuck = Stuck()
+    async with frontend(load=lambda: stuck, config=config) as made:
         request = pb.GenerateRequest(prompt=PROMPT, max_new_tokens=400)
         seen = [Context() for _ in range(3)]
         calls = [asyncio.ensure_future(made.Generate(request, each)) for each in seen]
@@ -110,6 +112,7 @@ async def test_overload_says_when_to_come_back(monkeypatch: pytest.MonkeyPatch) 
         for call in calls:
             call.cancel()
         await asyncio.gather(*calls, return_exceptions=True)
+        stuck.let_go.set()
 
 
 async def test_an_answer_of_more_than_a_message_may_hold_is_refused_for_good() -> None:
@@ -148,7 +151,8 @@ async def test_health_knows_the_service_and_whether_a_replica_is_ready() -> None
 
 async def test_status_counts_what_was_done() -> None:
     async with frontend() as made:
-        await made.Generate(pb.GenerateRequest(prompt="x", max_new_tokens=20), Context())
+        request = pb.GenerateRequest(prompt="x", max_new_tokens=20, draft_len=4)
+        await made.Generate(request, Context())
         status = await made.Status(pb.StatusRequest(), Context())
         assert status.ready
         assert (status.requests_finished, status.tokens_committed) == (1, 20)

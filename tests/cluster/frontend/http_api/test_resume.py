@@ -17,7 +17,7 @@ from fastapi import FastAPI
 
 from cluster.config_sources import from_args
 from cluster.frontend.grpc_api.api import GrpcApi
-from tests.cluster.fakes import perfect
+from tests.cluster.fakes import ClockAhead, perfect
 from tests.cluster.frontend.http_rig import (
     ASKED,
     HERMES_TEMPLATE,
@@ -30,7 +30,7 @@ from tests.cluster.frontend.http_rig import (
     tiny_text,
     together,
 )
-from tests.cluster.frontend.rig import PROMPT, PROMPT_IDS
+from tests.cluster.frontend.rig import PROMPT, PROMPT_IDS, Late
 
 Frontend = Callable[[], AbstractAsyncContextManager[tuple[GrpcApi, FastAPI]]]
 
@@ -102,8 +102,10 @@ async def test_a_stream_goes_on_behind_any_event(
 
 async def test_a_stream_goes_on_behind_its_error() -> None:
     fields = {"prompt": PROMPT, "max_tokens": 60, "temperature": 0, "stream": True}
-    hasty = from_args({"frontend": {"timeout_s": 0.3, "coalesce_ms": 1}})
-    async with served(hasty, step_s=0.02) as (_made, app):
+    small = {"draft_len": 0, "steps_per_batch_max": 1}
+    config = from_args({"scheduler": small, "frontend": {"coalesce_ms": 1}})
+    clock = ClockAhead()
+    async with served(config, clock=clock, load=lambda: Late(clock)) as (_made, app):
         *broken, (name, error) = numbered(await post(app, COMPLETIONS, **fields))
         whole = await post(app, COMPLETIONS, **fields | {"stream": False})
     assert error["error"]["code"] == whole.error["code"] == "DEADLINE_EXCEEDED"

@@ -85,7 +85,7 @@ async def test_requests_that_came_before_any_replica_go_where_the_first_one_is()
 async def test_a_replica_that_changes_sides_finishes_its_batch_and_loses_nothing() -> None:
     async with shards(2, 0) as s:
         lives = [s.submit(prompt, 200) for prompt in PROMPTS]
-        await asyncio.sleep(0.05)
+        await until(lambda: any(live.tokens for live in lives))
         s.workers[1].move_to(1)
         await s.until_serving(1, 1)
         later = [s.submit(prompt, 40) for prompt in PROMPTS]
@@ -99,7 +99,7 @@ async def test_a_replica_that_changes_sides_finishes_its_batch_and_loses_nothing
 async def test_a_replica_that_is_on_its_way_elsewhere_can_be_closed() -> None:
     async with shards(1, 1) as s:
         lives = [s.submit(prompt, 100) for prompt in PROMPTS]
-        await asyncio.sleep(0.02)
+        await until(lambda: any(live.tokens for live in lives))
         s.workers[1].move_to(0)
         async with asyncio.timeout(CONFIG.actors.drain_s / 2):
             await s.workers[1].close()
@@ -110,8 +110,8 @@ async def test_a_replica_that_is_on_its_way_elsewhere_can_be_closed() -> None:
 @pytest.mark.parametrize("says_it_lives", [False, True])
 async def test_requests_leave_a_pool_that_does_not_answer(says_it_lives: bool) -> None:
     async with shards(1, 1) as s:
-        lives = [s.submit(prompt, 150) for prompt in PROMPTS]
-        await asyncio.sleep(0.05)
+        lives = [s.submit(prompt, 400) for prompt in PROMPTS]
+        await until(lambda: any(live.tokens for live in lives))
         s.wires[0].half_dead = says_it_lives
         s.wires[0].loss = 0.0 if says_it_lives else 1.0
         s.wires[0].break_streams()
@@ -131,7 +131,10 @@ async def test_requests_leave_a_pool_that_does_not_answer(says_it_lives: bool) -
 
 async def test_a_cancel_finds_its_request_after_a_move() -> None:
     # None ends before it is cancelled.
-    async with shards(1, 1, step_s=0.1) as s:
+    stuck = Stuck(may=20)
+    async with shards(1, 0) as s:
+        await s.add_replica(1, stuck)
+        await s.until_serving(1, 1)
         lives = [s.submit(prompt, 400) for prompt in PROMPTS]
         s.workers[0].end()
         await until(lambda: {live.shard for live in lives} == {1})
@@ -141,6 +144,7 @@ async def test_a_cancel_finds_its_request_after_a_move() -> None:
             await live.ended.wait()
             assert live.finish.reason is FinishReason.CANCELLED
         assert s.live()[1] == 0
+        stuck.let_go.set()
 
 
 async def test_one_shard_that_stops_stops_the_server() -> None:

@@ -14,7 +14,7 @@ from scheduler.messages import (
     Release,
     ReplicaSpec,
     Request,
-    SamplingParams,
+    Sampling,
     StepResult,
     StepRow,
     StepTimes,
@@ -25,9 +25,7 @@ SPEC = ReplicaSpec(kv_blocks=40, block_size=4, context_len=64, vocab_size=100)
 
 
 def prefill(batch_id: int, *names: str, tokens: int = 3, left: int = 5, blocks: int = 2) -> Batch:
-    rows = tuple(
-        PrefillRow(name, (1,) * tokens, left, SamplingParams(), (), blocks) for name in names
-    )
+    rows = tuple(PrefillRow(name, (1,) * tokens, left, Sampling(), (), blocks) for name in names)
     return Batch(batch_id, "r", BatchKind.PREFILL, prefill=rows)
 
 
@@ -106,6 +104,6 @@ def test_the_reference_output_depends_on_content_and_seed_alone() -> None:
     assert (len(tokens), reason) == (20, FinishReason.LENGTH)
     assert reference_output(Request("b", (1, 2, 3), 20, committed=tokens[:7]), 100)[0] == tokens
     assert reference_output(Request("a", (1, 2, 4), 20), 100)[0] != tokens
-    assert reference_output(Request("a", (1, 2, 3), 20, SamplingParams(seed=1)), 100)[0] != tokens
+    assert reference_output(Request("a", (1, 2, 3), 20, Sampling(seed=1)), 100)[0] != tokens
     stopped = Request("a", (tokens[5], 2, 3), 20, stop_token_ids=(tokens[5],))
     assert reference_output(stopped, 100)[0] != (), "a stop token of the prompt ends nothing"

@@ -121,9 +121,9 @@ class Pipeline:
 
     def long_batch(self) -> InFlight | None:
         """The batch of several steps that is in flight and was not interrupted, if there is one."""
-        for one in self.batches.values():
-            if one.batch.steps > 1 and not one.interrupted:
-                return one
+        for flight in self.batches.values():
+            if flight.batch.steps > 1 and not flight.interrupted:
+                return flight
         return None
 
 
@@ -180,7 +180,7 @@ class ReplicaRecord:
     def rows_in(self, state: State) -> list[Sequence]:
         """Rows of the batches in flight that are in this state."""
         flights = self.pipeline.batches.values()
-        return [row for one in flights for row in one.rows if row.state is state]
+        return [row for flight in flights for row in flight.rows if row.state is state]
 
     @property
     def stepping(self) -> int:
@@ -189,7 +189,7 @@ class ReplicaRecord:
     @property
     def joining(self) -> int:
         """Rows that are ready once the prefill batches in flight are done."""
-        return sum(one.filled == one.fill for one in self.rows_in(State.PREFILLING))
+        return sum(row.prefilled == row.prefill_len for row in self.rows_in(State.PREFILLING))
 
     def blocks_for(self, sequence: Sequence) -> int:
         """Blocks to reserve when it is placed. It may need more later, but never if it was

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
-from replicas.drafters.eagle3.config import HeadConfig, head_config
+from replicas.drafters.eagle3.head_config import HeadConfig, head_config
 
 PLANTED_HEAD = "planted:head"
 _VOCAB_SHARE = 4

@@ -27,11 +27,11 @@ import torch.distributed as dist
 from replicas.calibration import calibrated, probe
 from replicas.config import ReplicaConfig
 from replicas.decoding import load_grammars
+from replicas.errors import PairRefused
 from replicas.kv_cache import OutOfBlocks
 from replicas.memory import MemoryPlan, check_memory, free_bytes, plan_memory
-from replicas.models.load import resolve_device
-from replicas.models.names import PairRefused
-from replicas.models.pair import load_pair, read_pair
+from replicas.models.loader import resolve_device
+from replicas.pair import load_pair, read_pair
 from replicas.parallel.drafts import FollowingDrafter, LeadingDrafter
 from replicas.parallel.ranks import FAILED_S, Failure, RankHandle, Ranks, ReplicaBroken
 from replicas.parallel.rendezvous import (
@@ -71,7 +71,7 @@ class _Start:
 
     plan: MemoryPlan
     drafter: tuple[str, tuple[int, ...]] | None
-    """Its name and taps."""
+    """Its name and auxiliary layers."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -184,7 +184,7 @@ def load_parallel(
         parallel = _lead(config, store, ranks)
         if config.calibrate:
             replica = parallel.replica
-            parallel.spec = calibrated(parallel, *replica.planned, replica.taps)
+            parallel.spec = calibrated(parallel, *replica.planned, replica.aux_layers)
     except BaseException as error:
         for handle in handles:
             handle.kill()
@@ -211,7 +211,7 @@ def _lead(config: ReplicaConfig, store: Store, ranks: Ranks) -> ParallelReplica:
     plan = plan_memory(config, pair.shape, device, loaded=True, free=free)
     drafter = pair.drafter(config, plan)
     leading = None if drafter is None else LeadingDrafter(drafter)
-    ranks.tell(_Start(plan, None if leading is None else (leading.name, leading.taps)))
+    ranks.tell(_Start(plan, None if leading is None else (leading.name, leading.aux_layers)))
     replica = Replica(pair, config, plan, leading)
     replica.grammars = load_grammars(config, replica.spec.embedding_size)
     return ParallelReplica(replica, ranks)

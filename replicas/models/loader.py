@@ -2,7 +2,7 @@
 
 transformers dequantizes the weights of a quantized checkpoint in reading; nothing else knows that
 it was quantized. Knows nothing of what a model is for: a target and what drafts for it are
-`models.pair`'s.
+`replicas.pair`'s.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from replicas.config import ReplicaConfig
 from replicas.demo import DRAFT_DIR, TARGET_DIR
+from replicas.errors import PairRefused
 from replicas.models.gguf import converted
-from replicas.models.names import TINY, PairRefused, gguf_file, hub_revision
 from replicas.models.paged_model import ATTENTION
 from replicas.models.planted import plant, planted_config
-from replicas.models.shapes import is_planted, parse_planted
+from replicas.names import TINY, gguf_file, hub_revision, is_planted, parse_planted
 
 _FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py"]
 """Of a model on the hub: all that is read. Of a draft also pickled weights: heads may have them."""

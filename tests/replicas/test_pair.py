@@ -22,12 +22,12 @@ from transformers import (
 from cluster.local.engine import LocalEngine
 from cluster.verify import transformers_model
 from replicas.config import ReplicaConfig
-from replicas.models.load import dtype_name, resolve, resolve_device
-from replicas.models.names import PairRefused
-from replicas.models.pair import check_attention, load_pair, read_pair
+from replicas.errors import PairRefused
+from replicas.models.loader import dtype_name, resolve, resolve_device
+from replicas.pair import check_attention, load_pair, read_pair
 from replicas.replica import Replica
 from scheduler.config import SchedulerConfig
-from scheduler.messages import Request, SamplingParams
+from scheduler.messages import Request, Sampling
 from tests.tiny_pairs import SHAPE
 
 
@@ -154,7 +154,7 @@ def test_a_revision_of_the_hub_is_a_snapshot(
     def snapshot(repo: str, revision: str, allow_patterns: list[str]) -> str:
         return f"/cache/{repo}/{revision}{'/*.bin' if '*.bin' in allow_patterns else ''}"
 
-    monkeypatch.setattr("replicas.models.load.snapshot_download", snapshot)
+    monkeypatch.setattr("replicas.models.loader.snapshot_download", snapshot)
     assert resolve("org/model@refs/pr/1") == "/cache/org/model/refs/pr/1"
     assert resolve("word@v1") == "/cache/word/v1"
     assert resolve("org/head@v1", "draft").endswith("*.bin"), "heads come pickled, too"
@@ -235,7 +235,7 @@ def test_embeddings_padded_to_different_sizes_change_nothing(
     draft = save_model(tmp_path / "d", WORDS, vocab_size=draft_vocab, num_hidden_layers=1)
     replica = Replica.load(config(target, draft))
     requests = [
-        Request(str(i), (1, 2, 3 + i % 2), 20, SamplingParams(temperature=temperature, seed=i))
+        Request(str(i), (1, 2, 3 + i % 2), 20, Sampling(temperature=temperature, seed=i))
         for i in range(6)
     ]
     outputs = LocalEngine(replica, SchedulerConfig(draft_len=3), check=True).generate(requests)

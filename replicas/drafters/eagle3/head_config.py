@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import AutoConfig
 
-from replicas.models.names import PairRefused
+from replicas.errors import PairRefused
 
 LAYER = "layers.0."
 _LAYERS = ("llama", "qwen3")
@@ -33,7 +33,7 @@ class HeadConfig:
     """Tokens that it can draft."""
     target_vocab: int
     eps: float
-    taps: tuple[int, ...]
+    aux_layers: tuple[int, ...]
     """The target's hidden states that it sees, as transformers numbers them, in its order."""
     layer: Any
     """transformers' config of its layer."""
@@ -60,7 +60,7 @@ class HeadConfig:
         keys = self.num_key_value_heads * self.head_dim
         attention, mlp = LAYER + "self_attn.", LAYER + "mlp."
         shapes: dict[str, tuple[int, ...]] = {
-            "fc.weight": (width, len(self.taps) * self.target_width),
+            "fc.weight": (width, len(self.aux_layers) * self.target_width),
             LAYER + "input_layernorm.weight": (width,),
             LAYER + "hidden_norm.weight": (width,),
             LAYER + "post_attention_layernorm.weight": (width,),
@@ -82,9 +82,9 @@ class HeadConfig:
             shapes[attention + "k_proj.bias"] = shapes[attention + "v_proj.bias"] = (keys,)
             shapes[attention + "o_proj.bias"] = (width,)
         if self.norm_before_fc:
-            shapes["input_norm.weight"] = (len(self.taps) * self.target_width,)
+            shapes["input_norm.weight"] = (len(self.aux_layers) * self.target_width,)
         if self.fc_norm:
-            for index in range(len(self.taps)):
+            for index in range(len(self.aux_layers)):
                 shapes[f"fc_norm.{index}.weight"] = (self.target_width,)
         if self.own_embedding:
             shapes["embed_tokens.weight"] = (self.target_vocab, width)
@@ -128,7 +128,7 @@ def head_config(said: Mapping[str, Any], names: Collection[str], target: Any) ->
         vocab_size=vocab,
         target_vocab=target.vocab_size,
         eps=layer.rms_norm_eps,
-        taps=_taps(ids, target.num_hidden_layers),
+        aux_layers=_aux_layers(ids, target.num_hidden_layers),
         layer=layer,
         norm_before_residual=bool(said.get("norm_before_residual")),
         norm_before_fc=bool(said.get("norm_before_fc")),
@@ -150,14 +150,14 @@ def _layer(said: Mapping[str, Any]) -> Any:
     return layer
 
 
-def _taps(ids: list[int] | None, layers: int) -> tuple[int, ...]:
+def _aux_layers(ids: list[int] | None, layers: int) -> tuple[int, ...]:
     """As transformers numbers hidden states. Ids that begin with 1 count layers from 0 and mean
     what these put out."""
-    taps = ids or [2, layers // 2, layers - 3]
-    if taps[0] == 1:
-        taps = [one + 1 for one in taps]
-    if not all(0 <= one < layers for one in taps):
+    numbers = ids or [2, layers // 2, layers - 3]
+    if numbers[0] == 1:
+        numbers = [number + 1 for number in numbers]
+    if not all(0 <= number < layers for number in numbers):
         raise PairRefused(
-            f"eagle_aux_hidden_state_layer_ids: {ids or taps} of a target with {layers} layers"
+            f"eagle_aux_hidden_state_layer_ids: {ids or numbers} of a target with {layers} layers"
         )
-    return tuple(taps)
+    return tuple(numbers)

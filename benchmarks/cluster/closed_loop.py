@@ -155,11 +155,11 @@ async def compare(
     entry: dict[str, Any] = {
         "in_flight": load.in_flight,
         "requests": len(load.prompts),
-        "base": [one.figures() for one in bases],
+        "base": [baseline.figures() for baseline in bases],
     }
     for way in WAYS:
         pairs = zip(runs[way], bases, strict=True)
-        ratio = median(served.tokens_per_s / one.tokens_per_s for served, one in pairs)
+        ratio = median(served.tokens_per_s / baseline.tokens_per_s for served, baseline in pairs)
         entry[way] = {
             "ratio": round(ratio, 3),
             "rounds": [served.figures() for served in runs[way]],
@@ -204,7 +204,7 @@ async def run(
     workload = load.workload()
     outputs: Tokens = [[] for _ in load.prompts]
 
-    async def one(number: int, record: Record, now_s: Callable[[], float]) -> None:
+    async def send(number: int, record: Record, now_s: Callable[[], float]) -> None:
         nonlocal chunks
         async for new in ask(workload, number):
             chunks += 1
@@ -219,7 +219,7 @@ async def run(
     batches = count_batches() if count_batches else 0
     before = _cpu_s(processes)
     start = perf_counter()
-    records = await drive(one, Closed(load.in_flight), Extent(requests=len(outputs)))
+    records = await drive(send, Closed(load.in_flight), Extent(requests=len(outputs)))
     seconds = perf_counter() - start
     after = _cpu_s(processes)
     return Served(

@@ -41,7 +41,7 @@ class Resident:
     """Hash of its content."""
     length: int
     """Tokens of its content."""
-    to_fill: int
+    to_prefill: int
     """KV positions that its prefill has not filled yet."""
     tokens_left: int
     blocks: int = 0
@@ -150,14 +150,14 @@ class SimulatedReplica:
             self.residents[row.sequence_id] = resident
             self._own(resident, row.blocks, length)
         else:
-            assert resident.to_fill > 0, "prefill of what is filled"
-        assert row.begin == resident.length - 1 - resident.to_fill, "chunks do not meet"
+            assert resident.to_prefill > 0, "prefill of what is filled"
+        assert row.begin == resident.length - 1 - resident.to_prefill, "chunks do not meet"
         assert row.begin <= row.end < resident.length, "a chunk beyond the content"
 
     def _receive_step(self, batch: Batch, row: StepRow) -> None:
         assert row.sequence_id in self.residents, "a step for a sequence not resident"
         resident = self.residents[row.sequence_id]
-        assert resident.to_fill == 0, "a step for a row that is not filled"
+        assert resident.to_prefill == 0, "a step for a row that is not filled"
         assert row.length == resident.length, "the pool's length differs from the replica's"
         assert 0 <= row.draft_len <= batch.draft_len, "a row's k exceeds its batch's"
         new = min(batch.steps * (row.draft_len + 1), resident.tokens_left)
@@ -188,7 +188,7 @@ class SimulatedReplica:
             resident.reused = self._prefixes.shared(keys) * self.spec.block_size
             self._prefixes.add(keys)
         filled = resident.length - 1 - row.end
-        resident.to_fill = min(resident.to_fill - resident.reused, filled)
+        resident.to_prefill = min(resident.to_prefill - resident.reused, filled)
 
     def advance(self) -> bool:
         """Does one step; returns whether another follows. A prefill is one step."""
@@ -212,8 +212,8 @@ class SimulatedReplica:
         self._batch = None
         self._let_go(batch)
         if batch.prefill:
-            filled = zip(batch.prefill, self._rows, strict=True)
-            rows = tuple(RowResult(row.sequence_id, reused=one.reused) for row, one in filled)
+            done = zip(batch.prefill, self._rows, strict=True)
+            rows = tuple(RowResult(row.sequence_id, reused=own.reused) for row, own in done)
             return StepResult(batch.id, self.id, rows, times=times)
         whole = StepTimes(
             draft_s=times.draft_s * steps,

@@ -16,8 +16,9 @@ from transformers import PreTrainedModel
 
 from replicas.config import ReplicaConfig
 from replicas.drafters import METHODS, Drafter, DraftSource
-from replicas.memory import MemoryPlan, ModelShape, PairShape, weight_bytes, without_storage
-from replicas.models.load import (
+from replicas.errors import PairRefused
+from replicas.memory import MemoryPlan, PairShape
+from replicas.models.loader import (
     dtype_name,
     dtype_of,
     load_config,
@@ -25,9 +26,9 @@ from replicas.models.load import (
     resolve,
     resolve_device,
 )
-from replicas.models.names import PairRefused
+from replicas.models.model_shape import ModelShape, weight_bytes, without_storage
 from replicas.models.rank_weights import keep_own_part
-from replicas.models.shapes import ACCEPTANCE
+from replicas.names import ACCEPTANCE
 
 
 @dataclass(frozen=True)

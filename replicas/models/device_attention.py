@@ -1,5 +1,5 @@
 """The attention of a GPU: it reads keys and values where they lie in the paged cache; see
-`replicas.kernels.attention`.
+`replicas.kernels.paged_attention`.
 
 It depends on lengths and tables through tensors alone, so a pass can be recorded.
 """
@@ -11,10 +11,16 @@ from math import e, log2
 
 import torch
 
+from replicas.errors import PairRefused
 from replicas.invariant import PIECE
-from replicas.kv_cache import DeviceLayout, DeviceWindow, PagedCache, TokenRange, device_ranges
+from replicas.kv_cache import (
+    DevicePassLayout,
+    DeviceStepLayout,
+    PagedCache,
+    TokenRange,
+    device_ranges,
+)
 from replicas.models.decoder import LayerAttention
-from replicas.models.names import PairRefused
 from replicas.models.paged_model import ERROR_FLOOR, plain_attention
 
 QUERIES = 64
@@ -33,7 +39,7 @@ class PagedBackend:
         """Raises PairRefused."""
         self.cache = cache
         try:
-            from replicas.kernels import attention as kernels
+            from replicas.kernels import paged_attention as kernels
         except ImportError as error:
             raise PairRefused(f"attention on a GPU needs Triton: {error}") from None
         self._group = cache.shape.heads // cache.shape.kv_heads
@@ -46,13 +52,15 @@ class PagedBackend:
         self._group_rows = _power(self._group)
         self.width_most = summed_in_pieces(self._group)
 
-    def step_layout(self, table: torch.Tensor, starts: Sequence[int], width: int) -> DeviceLayout:
-        return DeviceLayout(table, starts, width, self.cache.shape)
+    def step_layout(
+        self, table: torch.Tensor, starts: Sequence[int], width: int
+    ) -> DeviceStepLayout:
+        return DeviceStepLayout(table, starts, width, self.cache.shape)
 
-    def ranges_layout(self, table: torch.Tensor, ranges: Sequence[TokenRange]) -> DeviceWindow:
+    def ranges_layout(self, table: torch.Tensor, ranges: Sequence[TokenRange]) -> DevicePassLayout:
         return device_ranges(table, ranges, self.cache.shape)
 
-    def begin(self, layout: DeviceWindow, stride: int) -> LayerAttention:
+    def begin(self, layout: DevicePassLayout, stride: int) -> LayerAttention:
         kernels, shape, group = self._kernels, self.cache.shape, self._group
         rows, kv_heads, dim = layout.rows, shape.kv_heads, shape.head_dim
         table, starts = layout.table, layout.starts
@@ -129,7 +137,7 @@ def _try_out(backend: PagedBackend) -> None:
     table = torch.arange(1, rows * columns + 1, device=device)
     table = table.view(columns, rows).flip(0).t().contiguous()
     ends = [max(room >> row, 1) for row in range(rows)]
-    for width in [one for one in _WIDTHS if one <= columns * shape.block_size]:
+    for width in [width for width in _WIDTHS if width <= columns * shape.block_size]:
         starts = [max(end - width, 0) for end in ends]
         window = backend.step_layout(table, starts, width).window(0, width)
         _compare(backend, window, [(start, start + width) for start in starts])
@@ -137,7 +145,7 @@ def _try_out(backend: PagedBackend) -> None:
     _compare(backend, backend.ranges_layout(table, ranges), ranges)
 
 
-def _compare(backend: PagedBackend, window: DeviceWindow, ranges: Sequence[TokenRange]) -> None:
+def _compare(backend: PagedBackend, window: DevicePassLayout, ranges: Sequence[TokenRange]) -> None:
     cache, shape = backend.cache, backend.cache.shape
     vectors, scaling = shape.heads + 2 * shape.kv_heads, shape.head_dim**-0.5
     queries = torch.randn(window.padded, vectors, shape.head_dim, device=window.table.device)

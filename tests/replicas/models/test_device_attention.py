@@ -16,12 +16,12 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from replicas.kernels import attention as kernels
+from replicas.errors import PairRefused
+from replicas.kernels import paged_attention as kernels
 from replicas.kv_cache import SCRAP_BLOCK, CacheShape, PagedCache
-from replicas.kv_cache.device_layout import DeviceLayout, DeviceWindow, device_ranges
-from replicas.models import attention
-from replicas.models.attention import device_attention
-from replicas.models.names import PairRefused
+from replicas.kv_cache.device_layout import DevicePassLayout, DeviceStepLayout, device_ranges
+from replicas.models import device_attention as attention
+from replicas.models.device_attention import device_attention
 from tests.gathering import GatherBackend, Kernels, gathered, spread
 from tests.oracle.drafters import replica_of
 from tests.oracle.worlds import check_answers, greedy_answers, sampled_answers
@@ -60,7 +60,7 @@ class World:
         padded = [t + [SCRAP_BLOCK] * (width - len(t)) for t in tables]
         self.table = torch.tensor(padded, device=DEVICE)
 
-    def plain(self, window: DeviceWindow, queries: torch.Tensor) -> torch.Tensor:
+    def plain(self, window: DevicePassLayout, queries: torch.Tensor) -> torch.Tensor:
         """One query after the other, over the positions of its own row."""
         grid = spread(window, queries)
         out = torch.zeros_like(grid)
@@ -98,9 +98,11 @@ def test_rows_of_any_lengths_get_what_a_plain_attention_gives(
     if "window" not in kind:
         starts = [max(start, 0) for start in starts]
     if kind == "window":
-        window = DeviceLayout(world_.table, starts, width, world_.shape).window(0, width)
+        window = DeviceStepLayout(world_.table, starts, width, world_.shape).window(0, width)
     elif kind == "later window":
-        window = DeviceLayout(world_.table, starts, width + 1, world_.shape).window(1, width + 1)
+        window = DeviceStepLayout(world_.table, starts, width + 1, world_.shape).window(
+            1, width + 1
+        )
     elif kind == "ranges":
         ranges = [(start, start + 1 + row % width) for row, start in enumerate(starts)]
         window = device_ranges(world_.table, ranges, world_.shape)
@@ -128,7 +130,7 @@ def test_an_attention_that_computes_something_else_is_refused(
 ) -> None:
     begin = Kernels.begin
 
-    def wrong(self: Kernels, window: DeviceWindow, stride: int) -> Any:
+    def wrong(self: Kernels, window: DevicePassLayout, stride: int) -> Any:
         if mistake == "a position more":
             window.starts = window.starts + 1
         if mistake == "another row":
@@ -147,7 +149,7 @@ def test_an_attention_that_computes_something_else_is_refused(
 def test_a_device_that_runs_no_kernel_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(0, 4, (2, 1), [9])
 
-    def broken(self: Kernels, window: DeviceWindow, stride: int) -> Any:
+    def broken(self: Kernels, window: DevicePassLayout, stride: int) -> Any:
         raise RuntimeError("0 active drivers")
 
     monkeypatch.setattr(attention.PagedBackend, "begin", broken)
@@ -157,8 +159,8 @@ def test_a_device_that_runs_no_kernel_is_refused(monkeypatch: pytest.MonkeyPatch
 
 def test_a_device_without_triton_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(0, 4, (2, 1), [9])
-    monkeypatch.delattr(sys.modules["replicas.kernels"], "attention")
-    monkeypatch.setitem(sys.modules, "replicas.kernels.attention", None)
+    monkeypatch.delattr(sys.modules["replicas.kernels"], "paged_attention")
+    monkeypatch.setitem(sys.modules, "replicas.kernels.paged_attention", None)
     with pytest.raises(PairRefused, match="needs Triton"):
         device_attention(world.cache)
 
