@@ -53,7 +53,7 @@ POISON: list[Mapping[str, object]] = [
     {"structured_outputs": {"regex": "[ab]{9}"}, "repetition_penalty": 1e38},
     {"repetition_penalty": 1e39},
     {"temperature": 1e-300, "logit_bias": {"5": 100}},
-    {"prompt": [[5] * 100] * 100, "echo": True, "logprobs": 20},
+    {"prompt": [[5] * 450] * 128, "echo": True, "logprobs": 20},
 ]
 """The fields of a request, beside a prompt."""
 
