@@ -1,9 +1,8 @@
 """Proves, on a real cluster of two replicas: requests made to break it, from clients that ask
-again, end with a status of their own, and the sound streams beside them neither change nor stand
-still.
+again, end with a status of their own, and the sound streams beside them neither change nor wait.
 
 Four clients send 200 of them, of every kind that once took replicas down or stood them still. The
-longest pause of a sound stream is printed beside the longest without poison, on the same cluster.
+longest pause of a sound stream is compared with the longest without poison, on the same cluster.
 """
 
 from __future__ import annotations

@@ -9,6 +9,8 @@ token touches before the target has confirmed it is safe because
 - log-probabilities are those of the logits before any change, of committed tokens only;
 - stop strings and texts see committed tokens only (`cluster.frontend`);
 - a drafter's own state is its matter: it changes drafts and no choice.
+- deadlines and timers are the pool's, which knows of committed tokens only; the bound on a mask's
+  time counts for the row's own masks.
 """
 
 from __future__ import annotations
