@@ -205,23 +205,20 @@ def templates_at_load() -> Iterator[Callable[[Sequence[Any], Mapping[str, Any]],
     """A process of its own that renders templates, in the bounds of one request's.
 
     What it gives takes conversations and what else a template is told, and returns their texts,
-    joined. That raises WorkRefused.
+    joined. That raises WorkRefused, Overloaded and ChildrenFailed.
     """
     defaults = FrontendConfig()
     limits = (defaults.bounded_s_max, defaults.bounded_mb_max, defaults.prompt_bytes_max)
-    child = Child("rendering", None, Bounds(*limits))
+    children = Children(lambda bounds: Child("rendering", None, bounds), Bounds(*limits), 1)
 
     def render(conversations: Sequence[Any], told: Mapping[str, Any]) -> str:
-        nonlocal child
-        if not child.alive:
-            child = Child("rendering", None, Bounds(*limits))
-        made = child.do_now(json.dumps([conversations, told]).encode())
+        made = children.run_now(json.dumps([conversations, told]).encode())
         return made.decode("utf-8", "surrogatepass")
 
     try:
         yield render
     finally:
-        child.kill()
+        children.close()
 
 
 def _as_dict(value: object) -> dict[Any, Any]:
