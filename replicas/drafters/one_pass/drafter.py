@@ -167,6 +167,10 @@ class OnePassSource(DraftSource):
         return cls(name, OnePassHead(of_head, tensors, None))
 
     @property
+    def draft_len_max(self) -> int:
+        return self.head.config.most
+
+    @property
     def memory(self) -> DraftMemory:
         config, tensors = self.head.config, self.head.tensors.values()
         weights = sum(tensor.nbytes for tensor in tensors)
