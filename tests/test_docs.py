@@ -39,7 +39,7 @@ def test_files_named_by_their_whole_path_exist(page: Path) -> None:
 
 
 def test_files_and_folders_are_small() -> None:
-    """About 350 lines, and twelve modules beside fixtures and the `__init__`."""
+    """About 350 lines, of tests 500, and twelve modules beside fixtures and the `__init__`."""
     modules = [
         path
         for folder in CODE.split("|")
@@ -48,7 +48,8 @@ def test_files_and_folders_are_small() -> None:
     ]
     assert len(modules) > 400
     lines = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in modules}
-    assert {path: count for path, count in lines.items() if count > 360} == {}
+    for path, count in lines.items():
+        assert count <= (500 if path.startswith("tests") else 360), path
     counted = Counter(
         str(path.parent.relative_to(ROOT))
         for path in modules
