@@ -16,7 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from replicas.drafters.eagle3.head_config import LAYER
 from replicas.drafters.eagle3.weights import Head
 from replicas.invariant import Product
-from replicas.models.paged_model import AttentionBackend, ForwardOptions, Output
+from replicas.models import AttentionBackend, ForwardOptions, Output
 
 
 class HeadLayer:
