@@ -10,7 +10,15 @@ import json
 from collections.abc import Mapping
 from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from cluster.error_messages import joined, problems
 from replicas.config import ReplicaConfig
@@ -86,6 +94,27 @@ class FrontendConfig(_Settings):
         "expression, a grammar) or the rendering of a chat template may take.",
     )
     bounded_mb_max: int = Field(512, ge=16, description="Memory that either may take.")
+    reasoning_parser: str = Field(
+        "auto",
+        description="How the target marks its reasoning; `auto` reads it from the chat template.",
+    )
+    tool_call_parser: str = Field(
+        "auto",
+        description="How the target writes calls of tools; `auto` lets the chat template write one "
+        "and reads it back.",
+    )
+
+    @field_validator("reasoning_parser", "tool_call_parser")
+    @classmethod
+    def _known_parser(cls, name: str, info: ValidationInfo) -> str:
+        # Imported here: the formats belong to the frontend.
+        from cluster.frontend.reasoning.formats import PARSERS as REASONING
+        from cluster.frontend.tools.formats import PARSERS as TOOLS
+
+        known = REASONING if info.field_name == "reasoning_parser" else TOOLS
+        if name not in known:
+            raise ValueError(f"must be one of {', '.join(known)}, is {name!r}")
+        return name
 
 
 class ServerConfig(_Settings):

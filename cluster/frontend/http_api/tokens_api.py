@@ -21,7 +21,7 @@ from cluster.frontend.json_codec import json_array
 from cluster.frontend.prompts import ChatPrompt, TextPrompt
 from cluster.frontend.service import FrontendService
 from cluster.frontend.target_text import TargetText
-from cluster.frontend.tools import Tool, ToolUse, tool_format
+from cluster.frontend.tools import Tool, ToolUse
 from scheduler.errors import InvalidRequest
 
 
@@ -93,7 +93,7 @@ def tokens_router(service: FrontendService) -> APIRouter:
             asked = await read(request, Tokenize)
             if asked.tool_use is not None:
                 # As chat would refuse them.
-                asked.tool_use.structure(tool_format(text.chat_template), None)
+                service.formats.tools(asked.tool_use)
             prompt = asked.to_tokenize
             # Unlike a call's, a text may be empty here.
             if asked.prompt != "":

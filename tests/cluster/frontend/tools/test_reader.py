@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
-from cluster.frontend.tools.reader import CallDelta, ToolReader
-from cluster.frontend.tools.use import ToolFormat
+from cluster.frontend.tools import TOOL_FORMATS, CallDelta, ToolFormat, ToolReader
 
-NAMES = frozenset({"weather", "time"})
+NAMES: dict[str, dict[str, Any]] = {"weather": {}, "time": {}}
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
 LLAMA = '{"name": "weather", "parameters": {"city": "Rome"}}'
 NO_TOOL = '{"name": "unknown", "parameters": {}} '
@@ -35,18 +34,18 @@ READ = [
     ("hermes", "<tool_call>no json</tool_call> x", "<tool_call>no json</tool_call> x", []),
     ("hermes", f"<tool_call>{{x {CALL}", "<tool_call>{x ", [ROME]),
     ("hermes", "a <tool_c", "a <tool_c", []),
-    ("llama", LLAMA, "", [ROME]),
-    ("llama", f"{LLAMA}; {LLAMA}", "", [ROME, ROME]),
-    ("llama", f"{LLAMA}; {TYPED} x", "x", [ROME, ("weather", '{"city":"Rome"}')]),
-    ("llama", NO_TOOL, NO_TOOL, []),
-    ("llama", f" {NO_TOOL}{LLAMA}", f" {NO_TOOL}{LLAMA}", []),
-    ("llama", f"{LLAMA}; {NO_TOOL}", NO_TOOL, [ROME]),
-    ("llama", ' {"a": [1', ' {"a": [1', []),
-    ("llama", "text {", "text {", []),
-    ("llama", '{"name": "we', '{"name": "we', []),
+    ("llama3_json", LLAMA, "", [ROME]),
+    ("llama3_json", f"{LLAMA}; {LLAMA}", "", [ROME, ROME]),
+    ("llama3_json", f"{LLAMA}; {TYPED} x", "x", [ROME, ("weather", '{"city":"Rome"}')]),
+    ("llama3_json", NO_TOOL, NO_TOOL, []),
+    ("llama3_json", f" {NO_TOOL}{LLAMA}", f" {NO_TOOL}{LLAMA}", []),
+    ("llama3_json", f"{LLAMA}; {NO_TOOL}", NO_TOOL, [ROME]),
+    ("llama3_json", ' {"a": [1', ' {"a": [1', []),
+    ("llama3_json", "text {", "text {", []),
+    ("llama3_json", '{"name": "we', '{"name": "we', []),
     # By the name of the other format.
     ("hermes", CALL.replace("arguments", "parameters"), "", [ROME]),
-    ("llama", LLAMA.replace("parameters", "arguments"), "", [ROME]),
+    ("llama3_json", LLAMA.replace("parameters", "arguments"), "", [ROME]),
 ]
 ROUND = '{"city": "Rome"}'
 OBJECTS: list[tuple[str, tuple[str, str] | None]] = [
@@ -90,7 +89,7 @@ OBJECTS: list[tuple[str, tuple[str, str] | None]] = [
 ]
 PARTS = [CALL, LLAMA, DEEP, NO_TOOL, CALL[:40], LLAMA[:40], "<tool_call>", "</tool_call>", "</tool"]
 PARTS += [*'{}"\\ <\nx', "; ", '"name": ', '"time", ', '"arguments": ', '"parameters": ']
-FORMATS = st.sampled_from(ToolFormat)
+FORMATS = st.sampled_from(list(TOOL_FORMATS.values()))
 
 
 class Read:
@@ -123,15 +122,15 @@ class Read:
 def test_calls_are_read(
     form: str, written: str, content: str, calls: list[tuple[str, str]]
 ) -> None:
-    assert Read(ToolFormat(form)).push(written, ended=True)[::2] == (content, calls)
+    assert Read(TOOL_FORMATS[form]).push(written, ended=True)[::2] == (content, calls)
 
 
-@pytest.mark.parametrize("form", ToolFormat)
+@pytest.mark.parametrize("form", [TOOL_FORMATS["hermes"], TOOL_FORMATS["llama3_json"]])
 @pytest.mark.parametrize(("written", "call"), OBJECTS, ids=[written[:60] for written, _ in OBJECTS])
 def test_an_object_is_a_call_with_all_its_arguments_or_content(
     form: ToolFormat, written: str, call: tuple[str, str] | None
 ) -> None:
-    lead, trail = ("<tool_call>", "</tool_call>") if form is ToolFormat.HERMES else ("", "")
+    lead, trail = ("<tool_call>", "</tool_call>") if form.marker else ("", "")
     content, _, calls = Read(form).push(lead + written + trail, ended=True)
     assert (content, calls) == (("", [call]) if call else (lead + written + trail, []))
 
@@ -179,7 +178,7 @@ def test_whatever_a_target_writes_is_content_or_a_call_in_its_own_words(
     form: ToolFormat, written: str, size: int, rest: str
 ) -> None:
     """Also one that is broken off."""
-    lead = "<tool_call>" if form is ToolFormat.HERMES else ""
+    lead = "<tool_call>" if form.marker else ""
     written = lead + written[: size or None] + rest
     content, calls, whole = Read(form).push(written, ended=True)
     assert calls == whole
@@ -192,6 +191,6 @@ def test_whatever_a_target_writes_is_content_or_a_call_in_its_own_words(
 
 
 def test_arguments_come_while_they_are_written() -> None:
-    read = Read(ToolFormat.LLAMA)
+    read = Read(TOOL_FORMATS["llama3_json"])
     assert read.push(LLAMA[: LLAMA.index("Rome")])[1] == [("weather", '{"city": "')]
     assert json.loads(read.push(LLAMA[LLAMA.index("Rome") :])[2][0][1]) == {"city": "Rome"}
