@@ -5,7 +5,9 @@ from cluster.frontend.tools.formats import AUTO, TOOL_FORMATS, ToolFormat
 from cluster.frontend.tools.reader import CallDelta, ToolCall, ToolReader
 from cluster.frontend.tools.structure import tool_structure
 from cluster.frontend.tools.use import (
+    CalledFunction,
     CallTurn,
+    Function,
     FunctionName,
     NamedTool,
     Tool,
