@@ -44,17 +44,18 @@ class CallFormats:
     @property
     def shown(self) -> frozenset[int]:
         """Special tokens that readers must see."""
-        forms = filter(None, (self.reasoning, self.tools))
-        markers = tuple(mark for form in forms for mark in form.markers)
+        markers: tuple[str, ...] = ()
+        if self.reasoning is not None:
+            markers += self.reasoning.markers
+        if self.tools is not None:
+            markers += self.tools.markers
         return shown_ids(self.text.tokenizer, markers) if markers else frozenset()
 
     def opened(self, prompt: Sequence[int]) -> bool | None:
         """As of `ReasoningFormat.opened_by`."""
         assert self.reasoning is not None
         tail = list(prompt[-_TAIL_TOKENS:])
-        return self.reasoning.opened_by(
-            self.text.tokenizer.decode(tail, skip_special_tokens=False)
-        )
+        return self.reasoning.opened_by(self.text.tokenizer.decode(tail, skip_special_tokens=False))
 
     def readers(
         self, opened: bool | None, use: ToolUse | None
@@ -77,9 +78,7 @@ class CallFormats:
         """What binds an answer with its reasoning. Raises InvalidRequest."""
         assert self.reasoning is not None
         budget, headed = call.thinking_token_budget, call.tools is not None
-        return behind_reasoning(
-            self.reasoning, opened, call.structure, self.markup, budget, headed
-        )
+        return behind_reasoning(self.reasoning, opened, call.structure, self.markup, budget, headed)
 
 
 class AnswerFormats:

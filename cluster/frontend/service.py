@@ -20,8 +20,8 @@ from grpc import StatusCode
 from cluster.config import ClusterConfig
 from cluster.frontend.admission.control import AdmissionControl, Admitted, Caller
 from cluster.frontend.answer import Answer
-from cluster.frontend.bounded import BoundedWork
 from cluster.frontend.answer_formats import AnswerFormats
+from cluster.frontend.bounded import BoundedWork
 from cluster.frontend.calls import GenerateCall, call_field, check_call, check_number
 from cluster.frontend.pool_session import ShardRouter
 from cluster.frontend.prompts import ChatPrompt, Prompt

@@ -13,6 +13,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -68,6 +69,7 @@ def thought(reasons: str, opened: bool | None, budget: int | None = None) -> str
     return grammar_of(*structure.described)
 
 
+THINKS = ((IDS["[/THINK]"], 3.0), (IDS["[THINK]"], 9.0))
 CALL = of_tool("required", "llama3_json")
 ASKS = (
     Decoding(0, logprobs=3),
@@ -84,7 +86,11 @@ ASKS = (
     Decoding(0, grammar=CALL, frequency_penalty=0.5),
     Decoding(0, grammar=of_tool("auto", "hermes")),
     Decoding(0, grammar=thought("mistral", True, budget=5), logprobs=1),
-    Decoding(0, grammar=thought("mistral", None), logit_bias=((IDS["[/THINK]"], 3.0), (IDS["[THINK]"], 9.0))),
+    Decoding(
+        0,
+        grammar=thought("mistral", None),
+        logit_bias=((IDS["[/THINK]"], 3.0), (IDS["[THINK]"], 9.0)),
+    ),
     Decoding(0, grammar=of_tool("required", "mistral", reasons="mistral")),
     Decoding(0, grammar=of_tool("auto", "qwen3_coder", SCHEMA_TEXT, "qwen3"), presence_penalty=0.4),
     Decoding(0, grammar=of_tool("required", "pythonic", reasons="deepseek_r1")),

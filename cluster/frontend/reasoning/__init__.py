@@ -1,4 +1,4 @@
-"""Which part of an answer is reasoning: formats, their reader, and structures that begin behind it."""
+"""Which part of an answer is reasoning: formats, a reader, structures behind it."""
 
 from cluster.frontend.reasoning.formats import REASONING_FORMATS, ReasoningFormat, reasoning_format
 from cluster.frontend.reasoning.reader import ReasoningReader

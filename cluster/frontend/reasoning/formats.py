@@ -22,7 +22,7 @@ class ReasoningFormat:
     """What else may stand in the text of an answer and is not part of it."""
 
     @property
-    def markers(self) -> Sequence[str]:
+    def markers(self) -> tuple[str, ...]:
         """All that a reader must see of the text, special tokens included."""
         return (self.begin, self.end, *filter(None, (self.lead, self.header)), *self.markup)
 
@@ -61,7 +61,7 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
     "step3": _THINKS,
 }
 """By their names. Special ones stand before general ones: `auto` takes the first that fits."""
-_OTHER_NAMES = {"openai_gptoss": "gpt_oss", "gpt-oss": "gpt_oss", "deepseek-r1": "deepseek_r1"}
+_OTHER_NAMES = {"openai_gptoss": "gpt_oss"}
 PARSERS = ("auto", "none", *REASONING_FORMATS, *_OTHER_NAMES)
 
 

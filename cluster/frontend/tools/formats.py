@@ -55,11 +55,14 @@ def pattern_of(literal: str) -> str:
 
 
 _OBJECT = ('{"name": "', '", "arguments": ', "}")
-_DEEPSEEK = {
-    "begin": "<｜tool▁calls▁begin｜>",
-    "marker": "<｜tool▁calls▁begin｜>",
-    "end": "<｜tool▁calls▁end｜>",
-}
+
+
+def _deepseek(name: str) -> str:
+    """A token of DeepSeek's, which have wide bars and low blocks for spaces."""
+    return f"<\uff5c{name.replace(' ', chr(0x2581))}\uff5c>"
+
+
+_CALLS, _CALL, _CALL_END = map(_deepseek, ("tool calls begin", "tool call begin", "tool call end"))
 _FORMATS = (
     ToolFormat(
         "hermes",
@@ -105,19 +108,23 @@ _FORMATS = (
     ToolFormat(
         "deepseek_v3",
         "head",
-        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>",
+        _CALL + "function" + _deepseek("tool sep"),
         "\n```json\n",
-        "\n```<｜tool▁call▁end｜>",
+        "\n```" + _CALL_END,
+        marker=_CALLS,
+        begin=_CALLS,
         between="\n",
-        **_DEEPSEEK,
+        end=_deepseek("tool calls end"),
     ),
     ToolFormat(
         "deepseek_v31",
         "head",
-        "<｜tool▁call▁begin｜>",
-        "<｜tool▁sep｜>",
-        "<｜tool▁call▁end｜>",
-        **_DEEPSEEK,
+        _CALL,
+        _deepseek("tool sep"),
+        _CALL_END,
+        marker=_CALLS,
+        begin=_CALLS,
+        end=_deepseek("tool calls end"),
     ),
     ToolFormat(
         "kimi_k2",
@@ -146,12 +153,10 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {form.name: form for form in _FORMATS}
 """By their names. Those with a marker stand first: `auto` takes the first that reads a call back.
 """
 _OTHER_NAMES = {
-    "llama": "llama3_json",
     "llama4_pythonic": "pythonic",
     "qwen3_xml": "qwen3_coder",
     "glm47": "glm45",
     "openai": "gpt_oss",
-    "gpt-oss": "gpt_oss",
 }
 AUTO = "auto"
 PARSERS = (AUTO, *TOOL_FORMATS, *_OTHER_NAMES)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cluster.frontend.structure import Markup, Structure
 from cluster.frontend.tools.formats import ToolFormat
-from cluster.frontend.tools.use import Function, ToolUse
+from cluster.frontend.tools.use import ToolUse
 
 _COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _ANYTHING = r"/(?s:.*)/"

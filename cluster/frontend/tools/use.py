@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -12,6 +11,7 @@ from pydantic import BaseModel, Field, field_validator
 from cluster.error_messages import Strict, shown_value
 from cluster.frontend.json_codec import parsed_json
 from scheduler.errors import InvalidRequest
+
 
 class Function(Strict, BaseModel):
     name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
@@ -86,13 +86,21 @@ class ToolUse:
     choice: ToolChoice = "auto"
     parallel: bool = True
     """Whether an answer may have several calls."""
+    allowed: frozenset[str] | None = None
+    """Names of those that an answer may call; None: of all."""
 
     @classmethod
-    def of(cls, tools: Sequence[Tool], choice: ToolChoice, parallel: bool) -> ToolUse | None:
+    def of(
+        cls,
+        tools: Sequence[Tool],
+        choice: ToolChoice,
+        parallel: bool,
+        allowed: frozenset[str] | None = None,
+    ) -> ToolUse | None:
         """None where the target is to know of no tool. Raises InvalidRequest."""
         if not tools and choice not in ("none", "auto"):
             raise InvalidRequest("tool_choice", "no tools are given")
-        return cls(tools, choice, parallel) if tools and choice != "none" else None
+        return cls(tools, choice, parallel, allowed) if tools and choice != "none" else None
 
     @property
     def for_template(self) -> list[dict[str, Any]]:
@@ -106,6 +114,8 @@ class ToolUse:
     def offered(self) -> list[Function]:
         """Those that an answer may call. Raises InvalidRequest for a choice that is no tool."""
         functions = [tool.function for tool in self.tools]
+        if self.allowed is not None:
+            functions = [function for function in functions if function.name in self.allowed]
         if not isinstance(self.choice, NamedTool):
             return functions
         name = self.choice.function.name
@@ -126,7 +136,8 @@ class ToolUse:
     @property
     def binds(self) -> bool:
         """Whether tools say what an answer may be."""
-        return self.forced or any(tool.function.strict for tool in self.tools)
+        strict = any(tool.function.strict for tool in self.tools)
+        return self.forced or strict or self.allowed is not None
 
     @property
     def may_repeat(self) -> bool:

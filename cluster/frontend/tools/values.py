@@ -149,7 +149,7 @@ def _python_call(call: ast.expr) -> tuple[str, str]:
 class _Constants(ast.NodeTransformer):
     """Constants as JSON names them."""
 
-    def visit_Name(self, node: ast.Name) -> ast.expr:  # noqa: N802  # ast's name
+    def visit_Name(self, node: ast.Name) -> ast.expr:  # ast's name
         if node.id not in _CONSTANTS:
             raise ValueError("no constant")
         return ast.Constant(_CONSTANTS[node.id])

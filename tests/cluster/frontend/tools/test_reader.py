@@ -1,4 +1,4 @@
-"""Proves: calls are read out of a text in either format, and what is none stays text; an object is
+"""Proves: calls are read out of a text in every format, and what is none stays text; an object is
 a call with all the arguments that it has, or content; what a reader has given out after some text
 does not depend on how it was cut, so that a stream says what a whole answer says.
 """
@@ -14,7 +14,6 @@ from hypothesis import given, strategies as st
 
 from cluster.frontend.tools import TOOL_FORMATS, CallDelta, ToolFormat, ToolReader
 
-NAMES: dict[str, dict[str, Any]] = {"weather": {}, "time": {}}
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
 LLAMA = '{"name": "weather", "parameters": {"city": "Rome"}}'
 NO_TOOL = '{"name": "unknown", "parameters": {}} '
@@ -47,6 +46,84 @@ READ = [
     ("hermes", CALL.replace("arguments", "parameters"), "", [ROME]),
     ("llama3_json", LLAMA.replace("parameters", "arguments"), "", [ROME]),
 ]
+TYPES: dict[str, Any] = {
+    "properties": {
+        "city": {"type": "string"},
+        "days": {"type": "integer"},
+        "deep": {"type": "object"},
+        "any": {"anyOf": [{"type": "boolean"}, {"type": "string"}]},
+    }
+}
+NAMES: dict[str, dict[str, Any]] = {"weather": TYPES, "time": {}}
+ARGUMENTS = {"city": ' "Rome"\n<b>', "days": 2, "deep": {"a": [True, None]}, "any": True}
+FULL = [("weather", ARGUMENTS), ("time", {})]
+JSON_TEXT = json.dumps(ARGUMENTS)
+CALLS, CALL_BEGIN, CALL_END, CALLS_END, SEP = (
+    f"<\uff5ctool\u2581{name}\uff5c>"
+    for name in ("calls\u2581begin", "call\u2581begin", "call\u2581end", "calls\u2581end", "sep")
+)
+TAGGED = """<tool_call>
+<function=weather>
+<parameter=city>
+ "Rome"
+<b>
+</parameter>
+<parameter=days>
+2
+</parameter>
+<parameter=deep>
+{"a": [true, null]}
+</parameter>
+<parameter=any>
+True
+</parameter>
+</function>
+</tool_call>
+<tool_call>
+<function=time>
+</function>
+</tool_call>"""
+PAIRS = """<tool_call>weather
+<arg_key>city</arg_key>
+<arg_value> "Rome"
+<b></arg_value>
+<arg_key>days</arg_key>
+<arg_value>2</arg_value>
+<arg_key>deep</arg_key><arg_value>{"a": [True, None]}</arg_value>
+<arg_key>any</arg_key>
+<arg_value>true</arg_value>
+</tool_call><tool_call>time</tool_call>"""
+PYTHON = "[weather(city=' \"Rome\"\\n<b>', days=2, deep={'a': [true, None]}, any=True), time()]"
+KIMI = (
+    "<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>"
+    + JSON_TEXT
+    + "<|tool_call_end|><|tool_call_begin|>functions.time:1<|tool_call_argument_begin|>{}"
+    "<|tool_call_end|><|tool_calls_section_end|>"
+)
+DEEPSEEK = (
+    f"{CALLS}{CALL_BEGIN}function{SEP}weather\n```json\n{JSON_TEXT}\n```{CALL_END}\n"
+    f"{CALL_BEGIN}function{SEP}time\n```json\n{{}}\n```{CALL_END}{CALLS_END}"
+)
+WRITTEN = {
+    "hermes": f'<tool_call>{{"name": "weather", "arguments": {JSON_TEXT}}}</tool_call>'
+    '<tool_call>{"name": "time", "arguments": {}}</tool_call>',
+    "qwen3_coder": TAGGED,
+    "glm45": PAIRS,
+    "mistral": f"[TOOL_CALLS]weather[ARGS]{JSON_TEXT}[TOOL_CALLS]time[ARGS]{{}}",
+    "mistral_json": f'[TOOL_CALLS] [{{"name": "weather", "arguments": {JSON_TEXT}}}, '
+    '{"name": "time", "arguments": {}}]',
+    "deepseek_v3": DEEPSEEK,
+    "deepseek_v31": f"{CALLS}{CALL_BEGIN}weather{SEP}{JSON_TEXT}{CALL_END}{CALL_BEGIN}time{SEP}{{}}"
+    f"{CALL_END}{CALLS_END}",
+    "kimi_k2": KIMI,
+    "gpt_oss": f"<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{JSON_TEXT}"
+    "<|channel|>commentary to=functions.time <|constrain|>json<|message|>{}",
+    "llama3_json": f'{{"name": "weather", "parameters": {JSON_TEXT}}}; '
+    '{"name": "time", "parameters": {}}',
+    "pythonic": PYTHON,
+    "glm4": f"weather\n{JSON_TEXT}\ntime\n{{}}",
+}
+"""Two calls, in each format."""
 ROUND = '{"city": "Rome"}'
 OBJECTS: list[tuple[str, tuple[str, str] | None]] = [
     # What is not said is none.
@@ -88,6 +165,8 @@ OBJECTS: list[tuple[str, tuple[str, str] | None]] = [
     ('{"arguments": {}}', None),
 ]
 PARTS = [CALL, LLAMA, DEEP, NO_TOOL, CALL[:40], LLAMA[:40], "<tool_call>", "</tool_call>", "</tool"]
+PARTS += [*WRITTEN.values(), "[TOOL_CALLS]", "weather", "(", ")", "[", "]", "<parameter=city>\n"]
+PARTS += ["<arg_key>", CALLS, CALL_BEGIN, SEP, "</arg_value>", "\n</parameter>", "</function>"]
 PARTS += [*'{}"\\ <\nx', "; ", '"name": ', '"time", ', '"arguments": ', '"parameters": ']
 FORMATS = st.sampled_from(list(TOOL_FORMATS.values()))
 
@@ -123,6 +202,29 @@ def test_calls_are_read(
     form: str, written: str, content: str, calls: list[tuple[str, str]]
 ) -> None:
     assert Read(TOOL_FORMATS[form]).push(written, ended=True)[::2] == (content, calls)
+
+
+@pytest.mark.parametrize("form", TOOL_FORMATS.values(), ids=TOOL_FORMATS)
+def test_each_format_is_read(form: ToolFormat) -> None:
+    written = WRITTEN[form.name]
+    lead, trail = ("I look. ", " So.") if form.marker else ("", "")
+    content, _, calls = Read(form).push(lead + written + trail, ended=True)
+    assert [(name, json.loads(arguments)) for name, arguments in calls] == FULL
+    assert content == lead.strip() + trail.strip()
+    forced = ToolReader(form, NAMES, forced=True)
+    for size in range(len(written)):
+        said = ToolReader(form, NAMES, forced=True).push(written[:size], ended=True)[0]
+        assert said == "", "a call that is cut is no content"
+    assert forced.push(written, ended=True)[0] == ""
+
+
+@pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "kimi_k2", "llama3_json"])
+def test_the_end_of_a_call_that_is_cut_is_no_content(name: str) -> None:
+    form, written = TOOL_FORMATS[name], WRITTEN[name]
+    for size in range(
+        written.rindex("}" if name != "qwen3_coder" else "</function>"), len(written)
+    ):
+        assert Read(form).push(written[:size], ended=True)[0] == ""
 
 
 @pytest.mark.parametrize("form", [TOOL_FORMATS["hermes"], TOOL_FORMATS["llama3_json"]])
