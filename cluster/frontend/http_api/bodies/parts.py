@@ -10,6 +10,7 @@ from pydantic import Field, ValidationError, ValidationInfo, field_validator, mo
 
 from cluster.error_messages import Strict, shown_value
 from cluster.frontend.http_api.bodies.check import Known
+from cluster.frontend.prompts import REASONING_NAMES
 from cluster.frontend.structure import Structure
 from cluster.frontend.tools import (
     CalledFunction,
@@ -172,6 +173,5 @@ class Message(Known):
         elif self.function_call is not None:
             said["tool_calls"] = [CallTurn(function=self.function_call).for_template]
         if reasoning := self.reasoning or self.reasoning_content:
-            # Each template knows one of the names.
-            said |= dict.fromkeys(("reasoning", "reasoning_content", "thinking"), reasoning)
+            said |= dict.fromkeys(REASONING_NAMES, reasoning)
         return {name: value for name, value in said.items() if value is not None}
