@@ -71,7 +71,12 @@ class GenerateCall:
     min_tokens: int = 0
     bad_words: Sequence[str] = ()
     structure: Structure | None = None
+    """Of the text behind the reasoning, where there is some."""
     tools: ToolUse | None = None
+    include_reasoning: bool = True
+    """Whether the answer tells of its reasoning."""
+    thinking_token_budget: int | None = None
+    """Tokens of reasoning, at most."""
     logprobs: int | None = None
     prompt_logprobs: int | None = None
 
@@ -101,6 +106,8 @@ class SequenceEnd:
     """Where it was sampled."""
     stop: str | None
     """The stop string that ended it."""
+    reasoning_tokens: int
+    """Of the new ones."""
     message: str
     first_token_s: float
     total_s: float
@@ -116,7 +123,9 @@ class Delta:
 
     index: int
     text: str
+    """Without its reasoning and its calls."""
     tokens: Sequence[int]
+    reasoning: str = ""
     logprobs: Sequence[TokenLogprobs] = ()
     """Of each of the tokens, where they were asked for."""
     calls: Sequence[CallDelta] = ()
@@ -141,6 +150,9 @@ def check_call(call: GenerateCall, config: ClusterConfig, context_len: int) -> N
         check_prompt(prompt, config)
     if call.max_new_tokens == 0 and call.prompt_logprobs is None:
         raise InvalidRequest("max_new_tokens", "must be at least 1, is 0")
+    if call.thinking_token_budget is not None and call.thinking_token_budget < 0:
+        reason = f"must be at least 0, is {call.thinking_token_budget}"
+        raise InvalidRequest("thinking_token_budget", reason)
     for name, most, unit in (
         ("committed_token_ids", context_len, "given"),
         ("stop_token_ids", config.scheduler.stop_token_ids_max, "given"),

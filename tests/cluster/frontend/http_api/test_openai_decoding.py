@@ -78,9 +78,13 @@ HTTP_ONLY = {
     "stream_options": "an End has the usage",
     "return_token_ids": "gRPC always does",
     "add_special_tokens": "gRPC sends token ids",
+    "functions": "another name of tools",
+    "function_call": "another name of tool_choice",
+    "reasoning_effort": "an option of the chat template",
+    "enable_thinking": "an option of the chat template",
 }
 PARTS: list[tuple[list[type[BaseModel]], Descriptor, set[str]]] = [
-    ([Message], pb.ChatMessage.DESCRIPTOR, set()),
+    ([Message], pb.ChatMessage.DESCRIPTOR, {"function_call", "reasoning_content"}),
     ([Function], pb.Tool.DESCRIPTOR, set()),
     ([CallTurn, CalledFunction], pb.ToolCall.DESCRIPTOR, {"type", "index", "function"}),
 ]
@@ -121,10 +125,11 @@ SAME = [
     ({"grammar": 'start: "a" "b"+'}, {"structured_outputs": {"grammar": 'start: "a" "b"+'}}),
 ]
 ELSEWHERE = {"prompt", "max_new_tokens", "messages", "chat_template_kwargs", "priority"}
+ELSEWHERE |= {"include_reasoning", "thinking_token_budget"}
 ELSEWHERE |= {"tools", "tool_mode", "tool_name", "parallel_tool_calls"}
 ELSEWHERE |= {"logprobs", "prompt_logprobs", "cache_salt", "request_id", "n"}
-"""Fields of both whose effect the tests of chats, tools, priorities, choices and log-probabilities
-show."""
+"""Fields of both whose effect the tests of chats, tools, reasoning, priorities,
+choices and log-probabilities show."""
 
 
 async def test_both_edges_give_the_same_tokens_for_the_same_fields() -> None:
