@@ -14,14 +14,17 @@ if TYPE_CHECKING:
     import torch
 
 
+Method = Literal["draft_model", "suffix", "eagle3", "dflash", "dspark", "clover", "none"]
+
+
 class SpeculativeConfig(BaseModel):
     """What drafts, and how far; named as vLLM names it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
-    method: Literal["draft_model", "suffix", "eagle3", "dflash", "dspark", "none"] = Field(
+    method: Method = Field(
         description="A smaller model, suffix decoding, an EAGLE-3 head, a one-pass head (DFlash or"
-        " DSpark), or no drafts at all."
+        " DSpark), a Clover-2 head, or no drafts at all."
     )
     model: str | None = Field(
         None,
@@ -78,7 +81,7 @@ class ReplicaConfig(BaseModel):
         None,
         description="What drafts, and how far, as"
         """ '{"method": "suffix", "num_speculative_tokens": 4}'; methods draft_model, suffix,"""
-        " eagle3, dflash, dspark and none. Null: what `draft` says.",
+        " eagle3, dflash, dspark, clover and none. Null: what `draft` says.",
     )
     device: str = Field(
         "auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto, cpu, cuda or cuda:N."
