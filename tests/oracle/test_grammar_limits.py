@@ -75,7 +75,9 @@ def limited(drafter: str, known: tuple[End, ...] = ()) -> Replica:
         if drafter in ORACLES
         else []
     )
-    replica = replica_of(drafter, answered, kv_blocks=2048, deterministic=DEVICE != "cpu")
+    replica = replica_of(
+        drafter, answered, num_gpu_blocks_override=2048, deterministic=DEVICE != "cpu"
+    )
     replica.grammars = Grammars(tokenizer(), [EOS], VOCAB, LIMITS)
     return replica
 

@@ -63,8 +63,8 @@ def clover_replica(path: str, pair: Pair | None = None, **settings: object) -> R
     config = ReplicaConfig(
         device=DEVICE,
         block_size=4,
-        speculative={"method": "clover", "model": path},
-        **{"kv_blocks": 512, **settings},
+        speculative_config={"method": "clover", "model": path},
+        **{"num_gpu_blocks_override": 512, **settings},
     )
     head = load_clover(path, read_clover(path, pair.target.config), pair.dtype, pair.device)
     return Replica(dataclasses.replace(pair, draft=CloverSource(path, head)), config)

@@ -94,8 +94,8 @@ def one_pass_replica(path: str, pair: Pair | None = None, **settings: object) ->
     config = ReplicaConfig(
         device=DEVICE,
         block_size=4,
-        speculative={"method": "dspark", "model": path},
-        **{"kv_blocks": 512, **settings},
+        speculative_config={"method": "dspark", "model": path},
+        **{"num_gpu_blocks_override": 512, **settings},
     )
     of_head = read_one_pass(path, pair.target.config)
     head = load_one_pass(path, of_head, pair.dtype, pair.device)

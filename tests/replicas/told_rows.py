@@ -51,7 +51,7 @@ def hidden_states(content: Sequence[int], layers: Sequence[int]) -> list[torch.T
 
 def drafter_in_float64(source: DraftSource) -> Any:
     """For the tiny Llama; attention in float64, too."""
-    config = ReplicaConfig(device="cpu", block_size=4, kv_blocks=256, graphs="on")
+    config = ReplicaConfig(device="cpu", block_size=4, num_gpu_blocks_override=256, graphs="on")
     shape = dataclasses.replace(tiny_pair("llama"), draft=source).shape
     plan = plan_memory(config, shape, CPU, loaded=True)
     with pytest.MonkeyPatch.context() as patch:

@@ -13,7 +13,7 @@ from itertools import accumulate
 import torch
 from transformers import PreTrainedModel
 
-from replicas.config import ReplicaConfig
+from replicas.config import DRAFTING_FIELD, ReplicaConfig
 from replicas.drafters.backlog import Backlog
 from replicas.drafters.checkpoints import no_storage
 from replicas.drafters.clover.layers import CloverLayers
@@ -118,7 +118,7 @@ class CloverSource(DraftSource):
         """For a target of this config. Raises PairRefused, or OSError for a name not found."""
         name = config.drafting.model
         assert name is not None
-        path = resolve(name, "draft", field=config.drafting_field)
+        path = resolve(name, "draft", field=DRAFTING_FIELD)
         try:
             of_head = read_clover(path, target)
             if config.tensor_parallel > 1 and not (of_head.own_head and of_head.own_embedding):
@@ -127,9 +127,9 @@ class CloverSource(DraftSource):
                     " rank holds a part"
                 )
         except PairRefused as error:
-            raise PairRefused(f"speculative.model: {path}: {error}") from None
+            raise PairRefused(f"{DRAFTING_FIELD}: {path}: {error}") from None
         except OSError as error:
-            raise OSError(f"speculative.model: {error}") from error
+            raise OSError(f"{DRAFTING_FIELD}: {error}") from error
         tensors = no_storage(of_head.tensors, dtype_of(config))
         return cls(name, CloverHead(of_head, tensors))
 
@@ -143,11 +143,11 @@ class CloverSource(DraftSource):
         return DraftMemory(weights, ModelShape.of(self.head.config), 1)
 
     def load(self, config: ReplicaConfig, device: torch.device) -> CloverSource:
-        path = resolve(self.name, "draft", field=config.drafting_field)
+        path = resolve(self.name, "draft", field=DRAFTING_FIELD)
         try:
             head = load_clover(path, self.head.config, dtype_of(config), device)
         except PairRefused as error:
-            raise PairRefused(f"speculative.model: {path}: {error}") from None
+            raise PairRefused(f"{DRAFTING_FIELD}: {path}: {error}") from None
         return replace(self, head=head)
 
     def drafter(self, target: PreTrainedModel, config: ReplicaConfig, plan: MemoryPlan) -> Drafter:

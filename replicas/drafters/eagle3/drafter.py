@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from replicas.config import ReplicaConfig
+from replicas.config import DRAFTING_FIELD, ReplicaConfig
 from replicas.cuda import GraphedModel
 from replicas.drafters.checkpoints import no_storage
 from replicas.drafters.eagle3.layer import HeadLayer
@@ -187,13 +187,13 @@ class HeadSource(DraftSource):
         """For a target of this config. Raises PairRefused, or OSError for a name not found."""
         name = config.drafting.model
         assert name is not None
-        path = resolve(name, "draft", field=config.drafting_field)
+        path = resolve(name, "draft", field=DRAFTING_FIELD)
         try:
             of_head = read_head(path, target)
         except PairRefused as error:
-            raise PairRefused(f"speculative.model: {path}: {error}") from None
+            raise PairRefused(f"{DRAFTING_FIELD}: {path}: {error}") from None
         except OSError as error:
-            raise OSError(f"speculative.model: {error}") from error
+            raise OSError(f"{DRAFTING_FIELD}: {error}") from error
         return cls(name, Head(of_head, no_storage(of_head.tensors, dtype_of(config)), None))
 
     @property
@@ -203,11 +203,11 @@ class HeadSource(DraftSource):
         return DraftMemory(weights, ModelShape.of(config), len(config.aux_layers))
 
     def load(self, config: ReplicaConfig, device: torch.device) -> HeadSource:
-        path = resolve(self.name, "draft", field=config.drafting_field)
+        path = resolve(self.name, "draft", field=DRAFTING_FIELD)
         try:
             head = load_head(path, self.head.config, dtype_of(config), device)
         except PairRefused as error:
-            raise PairRefused(f"speculative.model: {path}: {error}") from None
+            raise PairRefused(f"{DRAFTING_FIELD}: {path}: {error}") from None
         return replace(self, head=head)
 
     def drafter(self, target: PreTrainedModel, config: ReplicaConfig, plan: MemoryPlan) -> Drafter:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from transformers import PreTrainedModel
 
-from replicas.config import ReplicaConfig
+from replicas.config import DRAFTING_FIELD, ReplicaConfig
 from replicas.drafters.backlog import Backlog
 from replicas.drafters.checkpoints import no_storage
 from replicas.drafters.one_pass.layers import OnePassLayers
@@ -113,7 +113,7 @@ class OnePassSource(DraftSource):
         """For a target of this config. Raises PairRefused, or OSError for a name not found."""
         name = config.drafting.model
         assert name is not None
-        path = resolve(name, "draft", field=config.drafting_field)
+        path = resolve(name, "draft", field=DRAFTING_FIELD)
         try:
             of_head = read_one_pass(path, target)
             if config.tensor_parallel > 1 and not of_head.own_head:
@@ -122,9 +122,9 @@ class OnePassSource(DraftSource):
                     " rank holds a part"
                 )
         except PairRefused as error:
-            raise PairRefused(f"speculative.model: {path}: {error}") from None
+            raise PairRefused(f"{DRAFTING_FIELD}: {path}: {error}") from None
         except OSError as error:
-            raise OSError(f"speculative.model: {error}") from error
+            raise OSError(f"{DRAFTING_FIELD}: {error}") from error
         tensors = no_storage(of_head.tensors, dtype_of(config))
         return cls(name, OnePassHead(of_head, tensors, None))
 
@@ -139,11 +139,11 @@ class OnePassSource(DraftSource):
         return DraftMemory(weights, ModelShape.of(config), len(config.aux_layers))
 
     def load(self, config: ReplicaConfig, device: torch.device) -> OnePassSource:
-        path = resolve(self.name, "draft", field=config.drafting_field)
+        path = resolve(self.name, "draft", field=DRAFTING_FIELD)
         try:
             head = load_one_pass(path, self.head.config, dtype_of(config), device)
         except PairRefused as error:
-            raise PairRefused(f"speculative.model: {path}: {error}") from None
+            raise PairRefused(f"{DRAFTING_FIELD}: {path}: {error}") from None
         return replace(self, head=head)
 
     def drafter(self, target: PreTrainedModel, config: ReplicaConfig, plan: MemoryPlan) -> Drafter:

@@ -255,7 +255,10 @@ def test_tensors_that_do_not_fit_are_refused_by_name(
 
 def test_memory_is_planned_for_the_head_that_will_be_loaded(path: str) -> None:
     config = ReplicaConfig(
-        device="cpu", block_size=4, kv_blocks=64, speculative={"method": "clover", "model": path}
+        device="cpu",
+        block_size=4,
+        num_gpu_blocks_override=64,
+        speculative_config={"method": "clover", "model": path},
     )
     source = CloverSource.read(config, TARGET)
     assert source.memory.weights == 4 * sum(map(prod, source.head.config.tensors.values()))
@@ -265,5 +268,5 @@ def test_memory_is_planned_for_the_head_that_will_be_loaded(path: str) -> None:
     layers = shape.target.layers * shape.target.kv_numbers + 2 * shape.draft.model.kv_numbers
     assert plan.block_bytes == 4 * 4 * layers
     split = config.model_copy(update={"tensor_parallel": 2})
-    with pytest.raises(PairRefused, match=r"^speculative.model: .*tensor_parallel: "):
+    with pytest.raises(PairRefused, match=r"^speculative_config.model: .*tensor_parallel: "):
         CloverSource.read(split, TARGET)

@@ -333,9 +333,9 @@ def test_ranks_refuse_a_head_that_needs_the_targets_output_matrix(tmp_path: Path
     path = save_one_pass(tmp_path, TARGET, said("z_lab"))
     drafting = {"method": "dflash", "model": path}
     for ranks, refused in ((1, False), (2, True)):
-        config = ReplicaConfig(device="cpu", speculative=drafting, tensor_parallel=ranks)
+        config = ReplicaConfig(device="cpu", speculative_config=drafting, tensor_parallel=ranks)
         if refused:
-            with pytest.raises(PairRefused, match=r"^speculative.model: .*tensor_parallel: "):
+            with pytest.raises(PairRefused, match=r"^speculative_config.model: .*_parallel: "):
                 OnePassSource.read(config, TARGET)
         else:
             OnePassSource.read(config, TARGET)
@@ -344,7 +344,10 @@ def test_ranks_refuse_a_head_that_needs_the_targets_output_matrix(tmp_path: Path
 def test_memory_is_planned_for_the_head_that_will_be_loaded(tmp_path: Path) -> None:
     path = save_one_pass(tmp_path, TARGET, said("dspark", **MARKOV))
     config = ReplicaConfig(
-        device="cpu", block_size=4, kv_blocks=64, speculative={"method": "dspark", "model": path}
+        device="cpu",
+        block_size=4,
+        num_gpu_blocks_override=64,
+        speculative_config={"method": "dspark", "model": path},
     )
     source = OnePassSource.read(config, TARGET)
     head = load_one_pass(path, source.head.config, torch.float32, CPU)
