@@ -161,6 +161,8 @@ class Usage:
     batch with it failed, it was moved to a lighter replica, or KV blocks ran out."""
     queued_s: float = 0.0
     """Seconds in the queue until a replica first took it."""
+    drafts: int = 0
+    """Steps in which draft tokens were asked for."""
 
 
 @dataclass(frozen=True, slots=True)

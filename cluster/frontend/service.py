@@ -30,6 +30,7 @@ from cluster.frontend.target_text import TargetText
 from cluster.frontend.text import TextStream
 from cluster.frontend.tools import ToolReader, tool_format
 from cluster.metrics import FrontendMeter
+from cluster.metrics.exposition import exposition
 from cluster.pool.protocol import STOPPING, PoolPort, PoolView
 from scheduler.errors import InvalidRequest, LockstepError, Overloaded
 from scheduler.messages import Request
@@ -72,8 +73,8 @@ class FrontendService:
         self.bounded = bounded or BoundedWork(text, config.frontend)
         self._owns_bounded = bounded is None
         self._factory = RequestFactory(text, config)
-        self.router = ShardRouter(pools, config, name)
         self._meter = meter or FrontendMeter()
+        self.router = ShardRouter(pools, config, name, self._meter)
         self.admission = AdmissionControl(config.auth, config.frontend)
         # Each holds up all else of this process for a tenth of a second when it has a long text.
         self._tokenizers = ThreadPoolExecutor(2, "tokenizer")
@@ -113,6 +114,12 @@ class FrontendService:
         """What the pool is doing. Raises Refused."""
         with self.refusals():
             return await self.router.status()
+
+    async def metrics(self, caller: Caller) -> bytes:
+        """What all frontends and pools have counted, as a page for Prometheus. Raises Refused."""
+        with self.refusals():
+            self.admission.check_operator(caller)
+            return exposition(await self.router.metrics(), self.config.model_name)
 
     def check_caller(self, caller: Caller) -> None:
         """To be called before a request is parsed: its errors tell of it. Raises Refused."""

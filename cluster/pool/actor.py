@@ -21,10 +21,12 @@ from dataclasses import replace
 from typing import Any
 
 from cluster.config import ClusterConfig
-from cluster.metrics import PoolMeter
+from cluster.metrics import PoolMeter, Sum
 from cluster.pool.peers import FrontendPeer, WorkerPeer, deliver, incompatible, requests_of
 from cluster.pool.protocol import (
     STOPPING,
+    Beat,
+    Counted,
     DrainNote,
     LeaveNote,
     PoolFailed,
@@ -198,7 +200,9 @@ class PoolActor:
             case Cancel(request_id):
                 if request_id in frontend.requests:
                     self._step(message)
-            case _:
+            case Counted(sums):
+                self._meter.told(sums)
+            case Beat():
                 frontend.unfinished = message.unfinished
                 frontend.flush()
 
@@ -211,6 +215,11 @@ class PoolActor:
             status=self.scheduler.snapshot(),
             stopping=self._stopping,
         )
+
+    async def metrics(self) -> list[Sum]:
+        """All that was counted since its start, by itself and by frontends."""
+        self._wake_up()
+        return self._meter.sums(self.scheduler)
 
     # ------------------------------------------------------------------ stopping
 

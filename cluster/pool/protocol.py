@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from msgspec.msgpack import Decoder
 
+from cluster.metrics import Sum
 from cluster.transport import Stream, StreamKind
 from scheduler.errors import LockstepError
 from scheduler.messages import (
@@ -82,6 +83,12 @@ WORKER = StreamKind(
 # --------------------------------------------------------------------------- frontends
 
 
+class Counted(Message, frozen=True):
+    """What a frontend has counted since it said so last, to any pool."""
+
+    sums: list[Sum]
+
+
 class PoolState(Message, frozen=True):
     """What the pool says of itself, after all that it sends together."""
 
@@ -97,7 +104,7 @@ class PoolState(Message, frozen=True):
 FrontendMessage = Emit | RecordFailure | Finish | Reject | PoolState
 FRONTEND = StreamKind(
     "Frontend",
-    calling=Decoder(list[Submit | Cancel | Beat]),
+    calling=Decoder(list[Submit | Cancel | Beat | Counted]),
     called=Decoder(list[FrontendMessage]),
 )
 """The stream of one session; its caller is the session's id."""
@@ -159,3 +166,7 @@ class PoolPort(Protocol):
         ...
 
     async def status(self) -> PoolView: ...
+
+    async def metrics(self) -> list[Sum]:
+        """All that was counted since its start, by itself and by frontends."""
+        ...

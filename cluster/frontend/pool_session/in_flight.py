@@ -42,6 +42,8 @@ class InFlightRequest:
     recovered: int = 0
     first_s: float = 0.0
     """When the first new token came; 0 before."""
+    last_s: float = 0.0
+    """When the last one came; 0 before the first."""
     unreachable: bool = False
     shard: int = 0
     """The shard that it was handed to."""
@@ -73,6 +75,7 @@ class InFlightRequest:
         assert start == len(self.tokens), "updates neither skip nor repeat a token"
         self.validated = True
         self.first_s = self.first_s or now_s
+        self.last_s = now_s
         self.tokens.extend(tokens)
         self.logprobs.extend(extras)
         self.changed.set()

@@ -22,15 +22,18 @@ from msgspec.structs import replace
 
 from cluster.config import PoolConfig
 from cluster.frontend.pool_session.in_flight import InFlightRequest
+from cluster.metrics import FrontendMeter
 from cluster.pool.protocol import (
     FRONTEND,
     Beat,
+    Counted,
     FrontendMessage,
     PoolPort,
     PoolState,
     PoolUnreachable,
 )
 from cluster.transport import Stream, StreamLost
+from scheduler.decoding import TokenLogprobs
 from scheduler.messages import (
     Cancel,
     Emit,
@@ -68,15 +71,17 @@ class PoolSession:
         clock: Callable[[], float],
         heard: Callable[[], None],
         unfinished: Callable[[], int],
+        meter: FrontendMeter,
     ) -> None:
         """`heard` is called when the pool has said something new of itself; `unfinished` counts all
-        requests of this process."""
+        requests of this process; what `meter` has counted goes to whichever pool is told first."""
         self._pool = pool
         self._config = config
         self._name = name
         self._clock = clock
         self._heard = heard
         self._unfinished = unfinished
+        self._meter = meter
         self._live: dict[str, InFlightRequest] = {}
         """By the ids that they have in this session."""
         self._counter = 0
@@ -217,6 +222,8 @@ class PoolSession:
             if self._clock() - self._answered_s > self._config.beat_s + _SILENT_S:
                 stream.cancel()
             stream.send(Beat(self._unfinished()))
+            if counted := self._meter.take():
+                stream.send(Counted(counted))
 
     async def _bound_waits(self) -> None:
         """End requests in time, whatever the session's own loop waits for meanwhile."""
@@ -273,7 +280,7 @@ class PoolSession:
         match message:
             case Emit(request_id, start, tokens, extras):
                 if (live := self._live.get(request_id)) is not None:
-                    live.take(start, tokens, extras, self._clock())
+                    self._updated(live, start, tokens, extras)
             case Finish(request_id, _, usage):
                 if (live := self._live.pop(request_id, None)) is not None:
                     live.finish = replace(message, usage=live.usage(usage))
@@ -287,6 +294,18 @@ class PoolSession:
                     live.end()
             case PoolState():
                 self._note(message)
+
+    def _updated(
+        self,
+        live: InFlightRequest,
+        start: int,
+        tokens: Sequence[int],
+        extras: Sequence[TokenLogprobs],
+    ) -> None:
+        now_s = self._clock()
+        if tokens and live.last_s:
+            self._meter.tokens(len(tokens), now_s - live.last_s)
+        live.take(start, tokens, extras, now_s)
 
     def _note(self, state: PoolState) -> None:
         self._said, self._sent_tokens = state.load, 0
