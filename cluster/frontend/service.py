@@ -31,7 +31,7 @@ from cluster.frontend.text import TextStream
 from cluster.frontend.tools import ToolReader, tool_format
 from cluster.metrics import FrontendMeter
 from cluster.metrics.exposition import exposition
-from cluster.pool.protocol import STOPPING, PoolPort, PoolView
+from cluster.pool.protocol import STOPPING, PoolOverview, PoolPort, PoolView
 from scheduler.errors import InvalidRequest, LockstepError, Overloaded
 from scheduler.messages import Request
 
@@ -119,7 +119,15 @@ class FrontendService:
         """What all frontends and pools have counted, as a page for Prometheus. Raises Refused."""
         with self.refusals():
             self.admission.check_operator(caller)
-            return exposition(await self.router.metrics(), self.config.model_name)
+            shards = (await self.router.overviews()).items()
+            counted = {shard: seen.sums for shard, seen in shards}
+            return exposition(counted, self.config.model_name)
+
+    async def overviews(self, caller: Caller) -> dict[int, PoolOverview]:
+        """What the shards are doing, by their numbers. Raises Refused."""
+        with self.refusals():
+            self.admission.check_operator(caller, local=False)
+            return await self.router.overviews()
 
     def check_caller(self, caller: Caller) -> None:
         """To be called before a request is parsed: its errors tell of it. Raises Refused."""

@@ -16,20 +16,24 @@ import math
 import time
 import traceback
 import uuid
+from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
 from cluster.config import ClusterConfig
-from cluster.metrics import PoolMeter, Sum
+from cluster.metrics import PoolMeter
+from cluster.pool.overview import BATCHES_MAX, batch_view, requests_in_flight
 from cluster.pool.peers import FrontendPeer, WorkerPeer, deliver, incompatible, requests_of
 from cluster.pool.protocol import (
     STOPPING,
+    BatchView,
     Beat,
     Counted,
     DrainNote,
     LeaveNote,
     PoolFailed,
+    PoolOverview,
     PoolState,
     PoolView,
     StopReply,
@@ -99,6 +103,7 @@ class PoolActor:
         self._cut = False
         self._ticker: asyncio.Task[None] | None = None
         self._meter = meter or PoolMeter()
+        self._batches: deque[BatchView] = deque(maxlen=BATCHES_MAX)
 
     # ------------------------------------------------------------------ workers
 
@@ -148,6 +153,7 @@ class PoolActor:
             case StepResult(batch_id):
                 if (batch := worker.batches.pop(batch_id, None)) is not None:
                     self._step(StepDone(message), batch)
+                    self._batches.append(batch_view(batch, message))
             case StepFailed(_, batch_id):
                 if (batch := worker.batches.pop(batch_id, None)) is not None:
                     self._step(message, batch)
@@ -216,10 +222,11 @@ class PoolActor:
             stopping=self._stopping,
         )
 
-    async def metrics(self) -> list[Sum]:
-        """All that was counted since its start, by itself and by frontends."""
-        self._wake_up()
-        return self._meter.sums(self.scheduler)
+    async def overview(self) -> PoolOverview:
+        """What operators see of this pool."""
+        view, sums = await self.status(), self._meter.sums(self.scheduler)
+        requests = requests_in_flight(self.scheduler.pool.sequences, self._clock())
+        return PoolOverview(view, sums, tuple(self._batches), requests)
 
     # ------------------------------------------------------------------ stopping
 

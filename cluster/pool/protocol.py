@@ -20,6 +20,7 @@ from cluster.transport import Stream, StreamKind
 from scheduler.errors import LockstepError
 from scheduler.messages import (
     Batch,
+    BatchKind,
     Cancel,
     Emit,
     Finish,
@@ -139,6 +140,53 @@ class PoolView:
     """Names of those that did not answer in time; nothing else here knows of them."""
 
 
+@dataclass(frozen=True, slots=True)
+class BatchView:
+    """A batch that was answered; lengths and counts in tokens."""
+
+    id: int
+    replica_id: str
+    kind: BatchKind
+    rows: int
+    steps: int
+    shortest: int
+    longest: int
+    """Row at the beginning of a step batch; of a prefill the KV positions to be filled."""
+    draft_len: int
+    draft_tokens: int
+    accepted_tokens: int
+    committed_tokens: int
+    """As the replica reports them; those of a prefill are the positions that it has filled."""
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class RequestView:
+    """A request in flight."""
+
+    id: str
+    state: str
+    replica_id: str
+    """Empty while it waits."""
+    prompt_tokens: int
+    new_tokens: int
+    new_tokens_max: int
+    draft_tokens: int
+    accepted_tokens: int
+    age_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class PoolOverview:
+    """Its status, what was counted since its start by it and by frontends, the last batches, and the
+    oldest requests in flight."""
+
+    view: PoolView
+    sums: list[Sum]
+    batches: tuple[BatchView, ...]
+    requests: tuple[RequestView, ...]
+
+
 def merged_view(shards: Sequence[PoolView], silent: Sequence[str] = ()) -> PoolView:
     """Several pools as one, as old as the youngest of them. `shards` must not be empty."""
     if len(shards) == 1 and not silent:
@@ -167,6 +215,4 @@ class PoolPort(Protocol):
 
     async def status(self) -> PoolView: ...
 
-    async def metrics(self) -> list[Sum]:
-        """All that was counted since its start, by itself and by frontends."""
-        ...
+    async def overview(self) -> PoolOverview: ...

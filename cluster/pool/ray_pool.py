@@ -21,10 +21,18 @@ from ray.exceptions import ActorDiedError, GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.config import ClusterConfig
-from cluster.metrics import PoolMeter, Sum
+from cluster.metrics import PoolMeter
 from cluster.metrics.ray_sink import ray_sink
 from cluster.pool.actor import PoolActor
-from cluster.pool.protocol import FRONTEND, NAMESPACE, WORKER, PoolUnreachable, PoolView, StopReply
+from cluster.pool.protocol import (
+    FRONTEND,
+    NAMESPACE,
+    WORKER,
+    PoolOverview,
+    PoolUnreachable,
+    PoolView,
+    StopReply,
+)
 from cluster.transport import Endpoint, Key, Server, Stream, StreamKind, connect
 from scheduler.messages import ReplicaSpec
 
@@ -127,9 +135,9 @@ class RayPool:
         view: PoolView = await self._call("status")
         return view
 
-    async def metrics(self) -> list[Sum]:
-        sums: list[Sum] = await self._call("metrics")
-        return sums
+    async def overview(self) -> PoolOverview:
+        overview: PoolOverview = await self._call("overview")
+        return overview
 
     async def _call(self, method: str, *args: Any) -> Any:
         try:

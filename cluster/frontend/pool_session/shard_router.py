@@ -17,8 +17,8 @@ from typing import TypeVar
 from cluster.config import ClusterConfig
 from cluster.frontend.pool_session.in_flight import InFlightRequest
 from cluster.frontend.pool_session.session import PoolSession
-from cluster.metrics import FrontendMeter, Sum
-from cluster.pool.protocol import PoolPort, PoolUnreachable, PoolView, merged_view
+from cluster.metrics import FrontendMeter
+from cluster.pool.protocol import PoolOverview, PoolPort, PoolUnreachable, PoolView, merged_view
 from cluster.transport import NotEncodable, encode
 from scheduler.errors import InvalidRequest
 from scheduler.messages import Request
@@ -111,14 +111,14 @@ class ShardRouter:
             raise PoolUnreachable(f"no answer from {', '.join(silent)}")
         return merged_view(views, silent)
 
-    async def metrics(self) -> dict[int, list[Sum]]:
-        """What the shards that answer in time have counted, by their numbers. Raises
+    async def overviews(self) -> dict[int, PoolOverview]:
+        """What operators see of the shards that answer in time, by their numbers. Raises
         PoolUnreachable when none does."""
-        answers = await self._asked(lambda pool: pool.metrics())
-        counted = {shard: sums for shard, sums in enumerate(answers) if sums is not None}
-        if not counted:
+        answers = await self._asked(lambda pool: pool.overview())
+        shards = {shard: seen for shard, seen in enumerate(answers) if seen is not None}
+        if not shards:
             raise PoolUnreachable(f"no answer from {', '.join(self._names)}")
-        return counted
+        return shards
 
     async def _asked(self, question: Callable[[PoolPort], Awaitable[_T]]) -> list[_T | None]:
         """The answers of all shards. None: it does not answer, or not before the others are kept
