@@ -179,6 +179,8 @@ class Emit(Message, frozen=True):
     extras: tuple[TokenLogprobs, ...] = ()
     """What the request wants to be told of each of the tokens. With no tokens: of the prompt, from
     the token at index `start` + 1 on; after a loss they may come again."""
+    accepted: tuple[int, ...] = ()
+    """As in `RowResult`; the last steps may be beyond the tokens."""
 
 
 class RecordFailure(Message, frozen=True):

@@ -33,7 +33,6 @@ from cluster.pool.protocol import (
     PoolUnreachable,
 )
 from cluster.transport import Stream, StreamLost
-from scheduler.decoding import TokenLogprobs
 from scheduler.messages import (
     Cancel,
     Emit,
@@ -278,9 +277,9 @@ class PoolSession:
     def _take(self, message: FrontendMessage) -> None:
         """Raises StreamLost when the pool says that it ends."""
         match message:
-            case Emit(request_id, start, tokens, extras):
+            case Emit(request_id):
                 if (live := self._live.get(request_id)) is not None:
-                    self._updated(live, start, tokens, extras)
+                    self._updated(live, message)
             case Finish(request_id, _, usage):
                 if (live := self._live.pop(request_id, None)) is not None:
                     live.finish = replace(message, usage=live.usage(usage))
@@ -295,17 +294,11 @@ class PoolSession:
             case PoolState():
                 self._note(message)
 
-    def _updated(
-        self,
-        live: InFlightRequest,
-        start: int,
-        tokens: Sequence[int],
-        extras: Sequence[TokenLogprobs],
-    ) -> None:
+    def _updated(self, live: InFlightRequest, update: Emit) -> None:
         now_s = self._clock()
-        if tokens and live.last_s:
-            self._meter.tokens(len(tokens), now_s - live.last_s)
-        live.take(start, tokens, extras, now_s)
+        if update.tokens and live.last_s:
+            self._meter.tokens(len(update.tokens), now_s - live.last_s)
+        live.take(update, now_s)
 
     def _note(self, state: PoolState) -> None:
         self._said, self._sent_tokens = state.load, 0
