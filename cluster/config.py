@@ -97,6 +97,11 @@ class ServerConfig(_Settings):
         description="Name of the model in OpenAI's API; null takes the target's name as given.",
     )
 
+    unknown_fields: Literal["ignore", "refuse"] = Field(
+        "ignore",
+        description="Unknown names in HTTP bodies: they have no effect and are told of in the "
+        "answer's header x-lockstep-ignored, or the request is refused.",
+    )
     grpc_port: int = Field(9000, ge=1, le=65535, description="Port of the gRPC proxy.")
     http_host: str = Field("127.0.0.1", min_length=1, description="Address of the HTTP proxy.")
     http_port: int = Field(8000, ge=1, le=65535, description="Port of the HTTP proxy.")

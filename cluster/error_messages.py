@@ -54,10 +54,10 @@ class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
-def validated(model: type[_M], fields: dict[str, Any]) -> _M:
-    """Raises InvalidRequest, which names the field."""
+def validated(model: type[_M], fields: dict[str, Any], context: object = None) -> _M:
+    """Raises InvalidRequest, which names the field. `context`: for the model's own validators."""
     try:
-        return model.model_validate(fields)
+        return model.model_validate(fields, context=context)
     except ValidationError as error:
         said = joined(problems(error, model, given=fields))
         field, colon, reason = said.partition(": ")
@@ -125,9 +125,9 @@ def _place(loc: Sequence[str | int], model: type[BaseModel], given: Any) -> tupl
     return tuple(place)
 
 
-def did_you_mean(name: str, allowed: Iterable[str]) -> str:
+def did_you_mean(name: str, allowed: Iterable[str], nearness: float = 0.6) -> str:
     """A question with the nearest name, to stand behind a sentence; empty if none is near."""
-    near = difflib.get_close_matches(name[:_VALUE_CHARS_MAX], list(allowed), n=1, cutoff=0.6)
+    near = difflib.get_close_matches(name[:_VALUE_CHARS_MAX], list(allowed), n=1, cutoff=nearness)
     return f"; did you mean {near[0]}?" if near else ""
 
 

@@ -247,7 +247,7 @@ class Answer:
         until = sequence.taken - len(self.call.committed_token_ids)
         here = slice(until - len(tokens), until)
         logprobs = sequence.live.logprobs[here] if self.call.logprobs is not None else ()
-        drafted = sequence.live.drafted[here] if self.call.tells_drafted else ()
+        drafted = sequence.live.drafted[here] if self.call.speculative_decoding_stats else ()
         return Delta(sequence.index, text, tokens, logprobs, calls, drafted, end)
 
     def _pause_s(self) -> float:

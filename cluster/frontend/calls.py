@@ -40,7 +40,7 @@ class GenerateCall:
     prompts: tuple[Prompt, ...]
     choices: int = 1
     stream: bool = False
-    tells_drafted: bool = False
+    speculative_decoding_stats: bool = False
     """Whether the answer says of each token who proposed it."""
     """Deltas as the text is written; else one for each sequence, with all of it."""
     request_id: str = ""

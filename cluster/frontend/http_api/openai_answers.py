@@ -11,8 +11,8 @@ from typing import Any
 
 from cluster.frontend.answer import Answer, AnswerSequence
 from cluster.frontend.calls import Delta, GenerateCall, SequenceEnd
+from cluster.frontend.http_api.bodies import ChatRequest, GenerationRequest
 from cluster.frontend.http_api.event_ids import EventId, Place
-from cluster.frontend.http_api.openai_models import AnyRequest, ChatRequest
 from cluster.frontend.http_api.text_offsets import TextOffsets
 from cluster.frontend.json_codec import LongArray, json_array, json_pieces
 from cluster.frontend.prompts import TextPrompt
@@ -56,7 +56,9 @@ class _Written:
 class OpenAIAnswer:
     """The answer to one request: `begin` it, then give it each delta."""
 
-    def __init__(self, asked: AnyRequest, text: TargetText, last: EventId | None = None) -> None:
+    def __init__(
+        self, asked: GenerationRequest, text: TargetText, last: EventId | None = None
+    ) -> None:
         """`last`: of the events that the client has of an earlier stream of the same call. A stream
         is a function of its call, so any frontend writes it once more, and leaves out those.
         """
@@ -146,6 +148,10 @@ class OpenAIAnswer:
         if asked.return_token_ids:
             said["token_ids"] = list(delta.tokens)
             said |= {"prompt_token_ids": list(written.sequence.prompt)} if first else {}
+        if asked.speculative_decoding_stats:
+            said["drafted"] = list(delta.drafted)
+            if end is not None:
+                said["speculative_decoding_stats"] = _stats(end.usage)
         if first and asked.prompt_logprobs is not None:
             said["prompt_logprobs"] = self._prompt_logprobs(written)
         reason = None
@@ -319,6 +325,15 @@ def _call_parts(calls: Iterable[CallDelta]) -> list[dict[str, Any]]:
 def _called(call: ToolCall) -> dict[str, Any]:
     function = {"name": call.name, "arguments": call.arguments}
     return {"id": call.id, "type": "function", "function": function}
+
+
+def _stats(usage: Usage) -> dict[str, Any]:
+    return {
+        "num_drafts": usage.drafts,
+        "num_draft_tokens": usage.draft_tokens,
+        "num_accepted_tokens": usage.accepted_tokens,
+        "num_accepted_tokens_per_pos": list(usage.accepted_at),
+    }
 
 
 def _speculation(usage: Usage) -> dict[str, Any]:
