@@ -178,8 +178,8 @@ class RequestView:
 
 @dataclass(frozen=True, slots=True)
 class PoolOverview:
-    """Its status, what it and frontends have counted since its start, the last batches, and the oldest
-    requests in flight."""
+    """Its status, what was counted since its start, the last batches, and the oldest requests in
+    flight."""
 
     view: PoolView
     sums: list[Sum]
