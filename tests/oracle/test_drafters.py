@@ -61,12 +61,14 @@ def world(hot: bool, architecture: str) -> tuple[list[Request], list[list[int]]]
     without a drafter."""
     requests = sampled(conversations(seed=21)) if hot else conversations(seed=21)
     requests = [
-        replace(one, draft_len=index % 9, priority=Priority(index % 3))
-        for index, one in enumerate(requests)
+        replace(request, draft_len=index % 9, priority=Priority(index % 3))
+        for index, request in enumerate(requests)
     ]
     if not hot:
         model = target_model(architecture)
-        return requests, [plain_greedy(model, one.prompt, one.max_new_tokens) for one in requests]
+        return requests, [
+            plain_greedy(model, request.prompt, request.max_new_tokens) for request in requests
+        ]
     replica = replica_of("none", [], num_gpu_blocks_override=2048, prefix_sharing=False)
     engine = LocalEngine(replica, SchedulerConfig(rows_max=1, draft_len=0))
     return requests, [output.tokens for output in engine.generate(requests)]
@@ -135,7 +137,7 @@ def test_a_drafter_gets_the_memory_that_it_asks_for() -> None:
     plain = replace(tiny_pair("llama"), draft=None)
     pair = replace(plain, draft=toy_source())
     planned, without = (
-        plan_memory(config, one.shape, torch.device("cpu"), loaded=True) for one in (pair, plain)
+        plan_memory(config, kind.shape, torch.device("cpu"), loaded=True) for kind in (pair, plain)
     )
     assert planned.buffers.drafter == pair.shape.draft.kept == 1 << 20
     assert planned.least - without.least >= 1 << 20
@@ -164,14 +166,16 @@ IN_BFLOAT16 = {"dtype": "bfloat16", "deterministic": True, "num_gpu_blocks_overr
 
 @cache
 def in_bfloat16_alone() -> tuple[list[Request], list[list[int]]]:
-    requests = [replace(one, draft_len=None) for one in world(True, "llama")[0][:8]]
+    requests = [replace(request, draft_len=None) for request in world(True, "llama")[0][:8]]
     replica = replica_of("none", [], pair_in(torch.bfloat16), **IN_BFLOAT16)
     engine = LocalEngine(replica, SchedulerConfig(rows_max=1, draft_len=0))
     return requests, [output.tokens for output in engine.generate(requests)]
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("drafter", [one for one in DRAFTERS if one not in ("none", "toy")])
+@pytest.mark.parametrize(
+    "drafter", [drafter for drafter in DRAFTERS if drafter not in ("none", "toy")]
+)
 def test_so_it_is_in_bfloat16_with_deterministic_sums(drafter: str) -> None:
     requests, expected = in_bfloat16_alone()
     answered = zip(requests, expected, strict=True)

@@ -102,7 +102,7 @@ class CloverDrafter:
     def _drafted(self, request: DraftRequest, lens: list[int]) -> torch.Tensor:  # [k, rows], int64
         states = [self._at(row)[1] for row in request.ids]
         spare = next(state for state in states if state is not None)
-        state = torch.cat([spare if one is None else one for one in states])
+        state = torch.cat([spare if state is None else state for state in states])
         logits = self._layers.first(state)
         tokens = [guess(logits, request.sampling, request.noise, 0)]
         for j in range(1, max(lens)):

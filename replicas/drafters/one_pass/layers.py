@@ -121,7 +121,7 @@ class OnePassLayers:
             keys = self._normed(qkv[:, self._heads : turned], layer.key_norm)
             fresh = (rotated(queries, cos, sin), rotated(keys, cos, sin), qkv[:, turned:])
             queries, keys, values = (
-                one.view(rows, -1, *one.shape[1:]).transpose(1, 2) for one in fresh
+                new.view(rows, -1, *new.shape[1:]).transpose(1, 2) for new in fresh
             )
             attended = [
                 self._attend(number, queries[of], keys[of], values[of], table[of], reach, mask)
@@ -193,7 +193,7 @@ class OnePassLayers:
             blocks = table[:, : -(-reach // self.cache.shape.block_size)]
             context = self.cache.layers[number][blocks].flatten(1, 2)[:, :reach]
             both = context.permute(2, 0, 3, 1, 4)  # [2, rows, kv_heads, reach, head_dim]
-            keys, values = (torch.cat(one, 2) for one in zip(both, (keys, values), strict=True))
+            keys, values = (torch.cat(own, 2) for own in zip(both, (keys, values), strict=True))
         # Heads that share keys are rows of one product.
         queries = queries.reshape(rows, self._kv_heads, -1, dim)
         mask = mask.repeat(1, 1, heads // self._kv_heads, 1)

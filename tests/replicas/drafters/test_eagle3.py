@@ -67,8 +67,8 @@ class Headed(Client):
         """What the drafter proposes now for every row is what the equations say."""
         blocks, drafter = self.replica.blocks, self.replica.drafter
         ids, contents = list(self.contents), list(self.contents.values())
-        for one, content in self.contents.items():
-            blocks.grow(one, len(content) + k)
+        for row_id, content in self.contents.items():
+            blocks.grow(row_id, len(content) + k)
         device = torch.device(DEVICE)
         sampling = SamplingBatch.of([Sampling()] * len(ids), device)
         table = blocks.table(ids, device)

@@ -166,8 +166,8 @@ def test_a_sampled_row_drafts_what_the_target_would_choose_with_its_noise(
     greedy = rows.propose(3)[0]
     assert drafts[1] == greedy[1]
     assert drafts[0] != greedy[0]
-    for row, one in enumerate(sampling):
-        batch = SamplingBatch.of([one], CPU)
+    for row, params in enumerate(sampling):
+        batch = SamplingBatch.of([params], CPU)
         noise = batch.noise_after(torch.arange(4)[None] + rows.lengths[row] - 1)
         for j in range(3):
             of_target = torch.full((1, 1, TARGET_VOCAB), -torch.inf)
@@ -189,8 +189,8 @@ class Headed(Client):
         """What the drafter proposes now for every row is what the equations say."""
         blocks, drafter = self.replica.blocks, self.replica.drafter
         ids, contents = list(self.contents), list(self.contents.values())
-        for one, content in self.contents.items():
-            blocks.grow(one, len(content) + k)
+        for row_id, content in self.contents.items():
+            blocks.grow(row_id, len(content) + k)
         device = torch.device(DEVICE)
         batch = SamplingBatch.of([Sampling()] * len(ids), device)
         request = DraftRequest(ids, contents, [k] * len(ids), batch, blocks.table(ids, device))
@@ -352,7 +352,7 @@ def test_memory_is_planned_for_the_head_that_will_be_loaded(tmp_path: Path) -> N
     source = OnePassSource.read(config, TARGET)
     head = load_one_pass(path, source.head.config, torch.float32, CPU)
     assert source.memory.weights == 4 * sum(map(prod, source.head.config.tensors.values()))
-    assert source.memory.weights == sum(one.nbytes for one in head.tensors.values())
+    assert source.memory.weights == sum(tensor.nbytes for tensor in head.tensors.values())
     shape = dataclasses.replace(tiny_pair("llama"), draft=source).shape
     plan = plan_memory(config, shape, CPU, loaded=True)
     assert shape.draft.model is not None
