@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
+from typing import Any, Protocol
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
+from cluster.frontend.answer import Answer
 from cluster.frontend.calls import Delta, GenerateCall
 from cluster.frontend.http_api.bodies import (
     ChatRequest,
@@ -86,12 +88,31 @@ def openai_router(service: FrontendService, unknown: IgnoredNames) -> APIRouter:
                 call = replace(call, drawn_seed=last.seed, seen_tokens=seen)
             shape = OpenAIAnswer(asked, service.text, last)
             call = replace(call, request_id=call.request_id or shape.id)
-        return _CallResponse(service, call, shape, given.headers)
+        return CallResponse(service, call, shape, given.headers)
 
     return router
 
 
-class _CallResponse(Response):
+class AnswerShape(Protocol):
+    """What an endpoint says of an answer."""
+
+    @property
+    def asked(self) -> GenerationRequest: ...
+
+    def begin(self, answer: Answer) -> None: ...
+
+    def whole(self, deltas: Iterable[Delta]) -> Iterable[str]:
+        """Its text, in pieces; `deltas`: one of each sequence, with all of it."""
+
+    def next_event(self, delta: Delta) -> Iterable[str] | None: ...
+
+    def last_events(self) -> Iterator[Iterable[str]]: ...
+
+    def event(self, said: dict[str, Any]) -> Iterable[str]:
+        """Of a body, an error's too."""
+
+
+class CallResponse(Response):
     """Opens the call, sends its answer and closes it. Serve cancels it when its client leaves.
 
     A refusal that comes before the first event of a stream has its own status; a later one is an
@@ -102,7 +123,7 @@ class _CallResponse(Response):
         self,
         service: FrontendService,
         call: GenerateCall,
-        shape: OpenAIAnswer,
+        shape: AnswerShape,
         headers: Mapping[str, str],
     ) -> None:
         super().__init__()

@@ -24,6 +24,13 @@ from cluster.frontend.http_api.bodies.parts import (
     TextPart,
     ToolPart,
 )
+from cluster.frontend.http_api.bodies.responses import (
+    Item,
+    Reasoning,
+    ResponsesRequest,
+    ResponseTool,
+    TextOptions,
+)
 from tests.cluster.frontend.http_api.bodies.page import MODELS, PAGE, page
 from tests.cluster.frontend.http_rig import (
     HERMES_TEMPLATE,
@@ -37,6 +44,7 @@ from tests.cluster.frontend.http_rig import (
 )
 
 OBJECTS = [CallPart, FunctionPart, Message, StreamOptions, StructuredOutputs, TextPart, ToolPart]
+OF_RESPONSES = [Item, Reasoning, ResponsesRequest, ResponseTool, TextOptions]
 LISTED = {Message, ToolPart}
 """Those whose fields the table has one by one."""
 
@@ -47,7 +55,12 @@ def fields_of(model: type[BaseModel]) -> set[str]:
 
 def test_what_the_table_supports_are_the_fields_of_the_bodies() -> None:
     supported = {name for name, entry in PARAMETERS.items() if entry.kind is Kind.SUPPORTED}
-    fields = set[str]().union(*map(fields_of, MODELS.values()))
+    fields = set[str]()
+    for model in MODELS.values():
+        place = model.place if issubclass(model, Known) else ""
+        own = {name for name in supported if place and name.startswith(place)}
+        # What has a place of its own has it by that name.
+        fields |= {place + name if place + name in own else name for name in fields_of(model)}
     for model in LISTED:
         fields |= {model.place + name for name in fields_of(model)}
     assert supported == fields
@@ -57,7 +70,7 @@ def test_what_the_table_supports_are_the_fields_of_the_bodies() -> None:
 
 def test_each_place_of_the_table_is_one_where_it_is_read() -> None:
     places = {name[: name.rindex(".") + 1] for name in PARAMETERS if "." in name}
-    assert places <= {model.place for model in OBJECTS}
+    assert places <= {model.place for model in [*OBJECTS, *OF_RESPONSES]}
 
 
 def test_the_page_is_the_one_of_the_table() -> None:
@@ -98,7 +111,30 @@ def neutral_values() -> dict[str, dict[str, Any]]:
             found.setdefault(place, {})[name] = {"any": ["thing"]}
         elif entry.kind is Kind.REFUSED:
             found.setdefault(place, {})[name] = (entry.neutral or (None,))[-1]
-    return found
+    return {place: more for place, more in found.items() if not place.startswith("responses.")}
+
+
+async def test_what_asks_for_nothing_is_taken_by_responses() -> None:
+    places = [model.place for model in OF_RESPONSES]
+    item = {"type": "message", "role": "user", "content": "x = "}
+    tool = {"type": "function", "name": "time"}
+    objects: dict[str, dict[str, Any]] = {"responses.": {"input": [item], "tools": [tool]}}
+    objects |= {"responses.input.": item, "responses.tools.": tool}
+    objects |= {"responses.text.": {}, "responses.reasoning.": {}}
+    assert objects.keys() == set(places)
+    for path, entry in PARAMETERS.items():
+        *_, name = path.split(".")
+        place = path.removesuffix(name)
+        if place in objects and entry.kind is Kind.WITHOUT_EFFECT:
+            objects[place][name] = {"any": ["thing"]}
+        elif place in objects and entry.kind is Kind.REFUSED:
+            objects[place][name] = (entry.neutral or (None,))[-1]
+    body = objects["responses."] | {"max_output_tokens": 2, "temperature": 0}
+    body |= {"text": objects["responses.text."], "reasoning": objects["responses.reasoning."]}
+    async with served_tiny(HERMES_TEMPLATE) as (_made, app):
+        answer = await post(app, "responses", **body)
+        assert answer.status == 200, answer.body
+        assert "x-lockstep-ignored" not in answer.headers
 
 
 async def test_what_asks_for_nothing_is_taken_everywhere_and_not_told_of() -> None:
