@@ -37,7 +37,7 @@ from cluster.frontend.http_api.event_ids import EventId
 from cluster.frontend.http_api.long_json import header_lines, send_json, send_pieces
 from cluster.frontend.http_api.openai_answers import OpenAIAnswer
 from cluster.frontend.service import FrontendService
-from cluster.frontend.status_codes import Refused
+from cluster.frontend.status_codes import Refusal, Refused
 
 log = logging.getLogger("lockstep.frontend")
 
@@ -132,6 +132,10 @@ class CallResponse(Response):
         self._call = call
         self._shape = shape
 
+    def refusal_response(self, refusal: Refusal) -> Response:
+        """Where nothing was sent yet."""
+        return refusal_response(refusal, self._more)
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         shape, deltas, streaming = self._shape, list[Delta](), False
         turns = self._service.writing
@@ -157,7 +161,7 @@ class CallResponse(Response):
         except Refused as refused:
             refusal = shape.asked.renamed(refused.refusal)
             if not streaming:
-                await refusal_response(refusal, self._more)(scope, receive, send)
+                await self.refusal_response(refusal)(scope, receive, send)
                 return
             await send_pieces(send, shape.event(refusal_body(refusal)), turns)
         except Exception:

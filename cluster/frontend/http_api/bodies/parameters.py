@@ -40,7 +40,7 @@ def _refused(about: str, *neutral: Any) -> Parameter:
     return Parameter(Kind.REFUSED, about, neutral)
 
 
-TOPS = ("responses.",)
+TOPS = ("responses.", "anthropic.")
 """Places of whole bodies that have names of their own, besides those without a place."""
 
 PARAMETERS: Mapping[str, Parameter] = {
@@ -255,4 +255,30 @@ PARAMETERS: Mapping[str, Parameter] = {
     "responses.reasoning.summary": _free("reasoning is told as it is"),
     "responses.reasoning.generate_summary": _free("reasoning is told as it is"),
     "responses.text.verbosity": _free("say it in a turn"),
+    # ---------------------------------------------------------------- of Messages
+    "anthropic.messages": _supported("turns of texts, calls, results and thinking"),
+    "anthropic.system": _supported("the system's turn"),
+    "anthropic.stop_sequences": _supported("the answer ends before the first"),
+    "anthropic.tools": _supported("functions, with `input_schema`"),
+    "anthropic.tool_choice": _supported("`auto`, `any`, `none`, or one `tool`"),
+    "anthropic.thinking": _supported("for the chat template, with `budget_tokens`"),
+    "anthropic.output_config": _supported("`format`: a JSON schema; `effort`"),
+    "anthropic.output_format": _refused("send `output_config`"),
+    "anthropic.container": _refused("the server runs no code"),
+    "anthropic.mcp_servers": _refused("the server calls no tool itself", []),
+    "anthropic.context_management": _refused("conversations are taken whole", {}),
+    "anthropic.inference_geo": _free("the server is where it is"),
+    "anthropic.speed": _free("`priority` orders requests"),
+    "anthropic.cache_control": _free("prefixes are kept without being told"),
+    "anthropic.messages.content.cache_control": _free("prefixes are kept without being told"),
+    "anthropic.messages.content.citations": _free("comes with answers"),
+    "anthropic.messages.content.signature": _free("comes with answers"),
+    "anthropic.messages.content.data": _free("comes with answers"),
+    "anthropic.messages.content.is_error": _free("say it in the content"),
+    "anthropic.messages.content.caller": _free("comes with answers"),
+    "anthropic.tools.cache_control": _free("prefixes are kept without being told"),
+    "anthropic.tools.defer_loading": _free("the template is told of all tools"),
+    "anthropic.tools.eager_input_streaming": _free("arguments come as they are written"),
+    "anthropic.tools.input_examples": _free("say them in the description"),
+    "anthropic.thinking.display": _free("reasoning is told as it is"),
 }

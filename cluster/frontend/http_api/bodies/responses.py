@@ -115,6 +115,11 @@ class ResponseTool(Known, Function):
     type: Literal["function"]
     strict: bool = False
 
+    @property
+    def as_function(self) -> Tool:
+        given = self.model_dump(exclude_unset=True, exclude={"type"})
+        return Tool(type="function", function=Function(**given))
+
 
 class NamedResponseTool(Strict):
     type: Literal["function"]
@@ -211,10 +216,7 @@ class ResponsesRequest(GenerationRequest, BaseModel):
 
     @property
     def tool_use(self) -> ToolUse | None:
-        tools = [
-            Tool(type="function", function=Function(**tool.model_dump(exclude={"type"})))
-            for tool in self.tools
-        ]
+        tools = [tool.as_function for tool in self.tools]
         choice: AnyToolChoice
         match self.tool_choice:
             case NamedResponseTool(name=name):

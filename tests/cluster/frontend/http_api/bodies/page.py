@@ -9,6 +9,7 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from cluster.frontend.http_api.bodies import ChatRequest, CompletionRequest, Detokenize, Tokenize
+from cluster.frontend.http_api.bodies.messages import MessagesRequest
 from cluster.frontend.http_api.bodies.parameters import PARAMETERS, TOPS, Kind, Parameter
 from cluster.frontend.http_api.bodies.responses import ResponsesRequest
 
@@ -17,6 +18,7 @@ MODELS: dict[str, type[BaseModel]] = {
     "completions": CompletionRequest,
     "chat": ChatRequest,
     "responses": ResponsesRequest,
+    "anthropic": MessagesRequest,
     "tokenize": Tokenize,
     "detokenize": Detokenize,
 }
