@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import torch
 
 
+Method = Literal["draft_model", "suffix", "eagle3", "dflash", "dspark", "clover", "none"]
 DRAFTING_FIELD = "speculative_config.model"
 """The setting that names the model that drafts, for messages."""
 
@@ -23,14 +24,15 @@ class SpeculativeConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
-    method: Literal["draft_model", "suffix", "eagle3", "none"] = Field(
-        description="A smaller model, suffix decoding, an EAGLE-3 head, or no drafts at all."
+    method: Method = Field(
+        description="A smaller model, suffix decoding, an EAGLE-3 head, a one-pass head (DFlash or"
+        " DSpark), a Clover-2 head, or no drafts at all."
     )
     model: str | None = Field(
         None,
         min_length=1,
-        description="Of draft_model and eagle3: a local directory or a hub name; a draft model may"
-        " also be 'tiny' or 'planted:SHAPE', a head of a planted target 'planted:head'.",
+        description="Of draft_model and heads: a local directory or a hub name; a draft model may"
+        " also be 'tiny' or 'planted:SHAPE', an EAGLE-3 head of a planted target 'planted:head'.",
     )
     num_speculative_tokens: int | None = Field(
         None,
@@ -46,7 +48,7 @@ class SpeculativeConfig(BaseModel):
 
     @model_validator(mode="after")
     def _whole(self) -> SpeculativeConfig:
-        of_model = self.method in ("draft_model", "eagle3")
+        of_model = self.method not in ("suffix", "none")
         if of_model and self.model is None:
             raise ValueError(f"model: method {self.method} needs one")
         if not of_model and self.model is not None:
@@ -77,8 +79,8 @@ class ReplicaConfig(BaseModel):
         None,
         description="What drafts, and how far, as"
         """ '{"method": "suffix", "num_speculative_tokens": 4}' or a method alone: draft_model,"""
-        " suffix, eagle3 or none. Null is what goes with the target: the embedded draft model for"
-        " tiny, suffix decoding for others.",
+        " suffix, eagle3, dflash, dspark, clover or none. Null is what goes with the target: the"
+        " embedded draft model for tiny, suffix decoding for others.",
     )
     device: str = Field(
         "auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto, cpu, cuda or cuda:N."

@@ -289,12 +289,12 @@ class Answer:
             ended = end is not None and end.refusal is None
             text, calls = sequence.tools.push(text, ended)
             sequence.called |= any(call.whole is not None for call in calls)
-        logprobs: Sequence[TokenLogprobs] = ()
-        if self.call.logprobs is not None:
-            # The client has the tokens that it came with.
-            at = sequence.taken - len(self.call.committed_token_ids)
-            logprobs = sequence.live.logprobs[at - len(tokens) : at]
-        return Delta(sequence.index, text, tokens, reasoning, logprobs, calls, end)
+        # The client has the tokens that it came with.
+        until = sequence.taken - len(self.call.committed_token_ids)
+        here = slice(until - len(tokens), until)
+        logprobs = sequence.live.logprobs[here] if self.call.logprobs is not None else ()
+        drafted = sequence.live.drafted[here] if self.call.speculative_decoding_stats else ()
+        return Delta(sequence.index, text, tokens, reasoning, logprobs, calls, drafted, end)
 
     def _pause_s(self) -> float:
         """Between two deltas of one stream; grows with the streams that share the CPU."""

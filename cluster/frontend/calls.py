@@ -40,6 +40,8 @@ class GenerateCall:
     prompts: tuple[Prompt, ...]
     choices: int = 1
     stream: bool = False
+    speculative_decoding_stats: bool = False
+    """Whether the answer says of each token who proposed it."""
     """Deltas as the text is written; else one for each sequence, with all of it."""
     request_id: str = ""
     """The client's own name for the call."""
@@ -130,6 +132,8 @@ class Delta:
     """Of each of the tokens, where they were asked for."""
     calls: Sequence[CallDelta] = ()
     """What comes next of calls of tools; their text is left out."""
+    drafted: Sequence[bool] = ()
+    """Of each of the tokens, where that was asked for: whether a drafter had proposed it."""
     end: SequenceEnd | None = None
 
 

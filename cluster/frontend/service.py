@@ -30,7 +30,8 @@ from cluster.frontend.status_codes import Refusal, Refused, refusal_of_error
 from cluster.frontend.target_text import TargetText
 from cluster.frontend.text import TextStream
 from cluster.metrics import FrontendMeter
-from cluster.pool.protocol import STOPPING, PoolPort, PoolView
+from cluster.metrics.exposition import exposition
+from cluster.pool.protocol import STOPPING, PoolOverview, PoolPort, PoolView
 from scheduler.errors import InvalidRequest, LockstepError, Overloaded
 from scheduler.messages import Request
 
@@ -73,8 +74,8 @@ class FrontendService:
         self._owns_bounded = bounded is None
         self.formats = AnswerFormats(text, config.frontend)
         self._factory = RequestFactory(text, config)
-        self.router = ShardRouter(pools, config, name)
         self._meter = meter or FrontendMeter()
+        self.router = ShardRouter(pools, config, name, self._meter)
         self.admission = AdmissionControl(config.auth, config.frontend)
         # Each holds up all else of this process for a tenth of a second when it has a long text.
         self._tokenizers = ThreadPoolExecutor(2, "tokenizer")
@@ -114,6 +115,20 @@ class FrontendService:
         """What the pool is doing. Raises Refused."""
         with self.refusals():
             return await self.router.status()
+
+    async def metrics(self, caller: Caller) -> bytes:
+        """What all frontends and pools have counted, as a page for Prometheus. Raises Refused."""
+        with self.refusals():
+            self.admission.check_operator(caller)
+            shards = (await self.router.overviews()).items()
+            counted = {shard: seen.sums for shard, seen in shards}
+            return exposition(counted, self.config.model_name)
+
+    async def overviews(self, caller: Caller) -> dict[int, PoolOverview]:
+        """What the shards are doing, by their numbers. Raises Refused."""
+        with self.refusals():
+            self.admission.check_operator(caller, local=False)
+            return await self.router.overviews()
 
     def check_caller(self, caller: Caller) -> None:
         """To be called before a request is parsed: its errors tell of it. Raises Refused."""

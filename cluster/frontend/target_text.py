@@ -57,7 +57,7 @@ class TargetText:
         from transformers import AutoConfig
 
         from replicas.decoding import choosable, read_tokens
-        from replicas.models.loader import resolve
+        from replicas.models import resolve
         from replicas.names import is_planted
 
         if is_planted(config.target):

@@ -98,7 +98,7 @@ ASKS = (
 RUNS = [
     *(
         (drafter, rows, k)
-        for drafter in ("none", "model", "suffix", "eagle3", "half")
+        for drafter in ("none", "model", "suffix", "eagle3", "dflash", "dspark", "clover", "half")
         for rows, k in ((1, 0), (1, 4), (8, 0), (8, 4), (8, None))
         if drafter != "none" or k != 4
     ),

@@ -28,7 +28,10 @@ from tests.reference import plain_greedy
 from tests.replicas.pool import Failing
 from tests.tiny_pairs import pair_in, target_model, tiny_pair
 
-DRAFTERS = ("none", "model", "suffix", "eagle3", "toy", "never", "half", "always")
+DRAFTERS = (
+    *("none", "model", "suffix", "eagle3", "dflash", "dspark", "clover", "toy"),
+    *("never", "half", "always"),
+)
 RUNS = ((False, 8, "off"), (True, 8, "on"))
 LONG_RUNS = ((False, 1, "off"), (True, 1, "off"), (True, 8, "off"))
 TIGHT = 64
@@ -81,7 +84,7 @@ def world(hot: bool, architecture: str) -> tuple[list[Request], list[list[int]]]
         *(
             pytest.param(architecture, drafter, False, 8, "off", marks=pytest.mark.long)
             for architecture in ("qwen3", "glm4")
-            for drafter in ("model", "eagle3", *ORACLES)
+            for drafter in ("model", "eagle3", "dflash", "dspark", "clover", *ORACLES)
         ),
     ],
 )

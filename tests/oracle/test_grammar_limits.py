@@ -49,7 +49,7 @@ STOPPING = {
 }
 """Why it stops: a structure."""
 NEW = 40
-DRAFTERS = ("none", "model", "suffix", "eagle3", "never", "half", "always")
+DRAFTERS = ("none", "model", "suffix", "eagle3", "dspark", "never", "half", "always")
 End = tuple[list[int], FinishReason | None, str]
 
 

@@ -148,6 +148,10 @@ class OpenAIAnswer:
         if asked.return_token_ids:
             said["token_ids"] = list(delta.tokens)
             said |= {"prompt_token_ids": list(written.sequence.prompt)} if first else {}
+        if asked.speculative_decoding_stats:
+            said["drafted"] = list(delta.drafted)
+            if end is not None:
+                said["speculative_decoding_stats"] = _stats(end.usage)
         if first and asked.prompt_logprobs is not None:
             said["prompt_logprobs"] = self._prompt_logprobs(written)
         reason = None
@@ -336,6 +340,15 @@ def _call_parts(calls: Iterable[CallDelta]) -> list[dict[str, Any]]:
 def _called(call: ToolCall) -> dict[str, Any]:
     function = {"name": call.name, "arguments": call.arguments}
     return {"id": call.id, "type": "function", "function": function}
+
+
+def _stats(usage: Usage) -> dict[str, Any]:
+    return {
+        "num_drafts": usage.drafts,
+        "num_draft_tokens": usage.draft_tokens,
+        "num_accepted_tokens": usage.accepted_tokens,
+        "num_accepted_tokens_per_pos": list(usage.accepted_at),
+    }
 
 
 def _speculation(usage: Usage) -> dict[str, Any]:

@@ -198,8 +198,8 @@ def test_of_a_key_the_settings_have_the_hash(
         (["--speculative-config", "{"], "--speculative-config: not JSON: "),
         (
             ["--speculative-config", "sufix"],
-            "--speculative-config: method: must be 'draft_model', 'suffix', 'eagle3' or 'none', is"
-            " 'sufix'",
+            "--speculative-config: method: must be 'draft_model', 'suffix', 'eagle3', 'dflash',"
+            " 'dspark', 'clover' or 'none', is 'sufix'",
         ),
         (
             ["--speculative-config", '{"method": "suffix", "num_speculative_tokens": 12}'],

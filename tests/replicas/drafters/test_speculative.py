@@ -12,12 +12,14 @@ from transformers import AutoConfig
 from replicas.config import ReplicaConfig, SpeculativeConfig
 from replicas.drafters.eagle3 import Eagle3Drafter
 from replicas.drafters.model import ModelDrafter
+from replicas.drafters.one_pass import OnePassDrafter
 from replicas.drafters.suffix import SuffixDrafter
 from replicas.errors import PairRefused
 from replicas.memory import check_memory
 from replicas.models.loader import resolve, resolve_device
 from replicas.pair import load_pair, read_pair
 from replicas.replica import Replica
+from tests.replicas import one_pass_heads
 from tests.replicas.heads import layer_config, save_head
 
 
@@ -37,6 +39,16 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_head(tmp_path_factory.mktemp("head"), target, whole)
 
 
+@pytest.fixture(scope="module")
+def block(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A random one-pass head, of four tokens, for it."""
+    target = AutoConfig.from_pretrained(resolve("tiny"))
+    sizes = {"hidden_size": target.hidden_size, "draft_vocab_size": 512}
+    last = {"aux_hidden_state_layer_ids": [0, target.num_hidden_layers - 1]}
+    whole = one_pass_heads.said("dspark", **sizes, **last)
+    return one_pass_heads.save_one_pass(tmp_path_factory.mktemp("block"), target, whole)
+
+
 # ------------------------------------------------------------------------------ the setting
 
 
@@ -49,6 +61,7 @@ NUMBER = "num_speculative_tokens"
         ({"method": "suffix", "modle": "x"}, r"speculative_config\.modle\n.*Extra inputs"),
         ({"method": "sufix"}, r"speculative_config\.method\n.*'draft_model', 'suffix', 'eagle3'"),
         ({"method": "eagle3"}, r"speculative_config\n.*model: method eagle3 needs one"),
+        ({"method": "dspark"}, r"speculative_config\n.*model: method dspark needs one"),
         (
             {"method": "suffix", "model": "x"},
             r"speculative_config\n.*model: method suffix has none",
@@ -82,10 +95,11 @@ def test_where_nothing_is_said_drafts_go_with_the_target() -> None:
 # ------------------------------------------------------------------------------ the replica
 
 
-def test_a_replica_says_what_drafts_and_how_far(head: str) -> None:
+def test_a_replica_says_what_drafts_and_how_far(head: str, block: str) -> None:
     for said, kind, told in (
         ({"method": "suffix", NUMBER: 3}, SuffixDrafter, ("suffix", "", 3, None)),
         ({"method": "eagle3", "model": head}, Eagle3Drafter, ("eagle3", head, 32, None)),
+        ({"method": "dspark", "model": block}, OnePassDrafter, ("dspark", block, 4, None)),
         ({"method": "none"}, type(None), ("", "", 0, None)),
         (
             {"method": "draft_model", "model": "tiny", NUMBER: 4, "adaptive": False},

@@ -174,6 +174,7 @@ PARAMETERS: Mapping[str, Parameter] = {
     "prompt_logprobs": _supported("the same of the prompt's tokens"),
     "echo": _supported("the text begins with the prompt"),
     "return_token_ids": _supported("token ids of the prompt and of the answer"),
+    "speculative_decoding_stats": _supported("draft tokens, those accepted, and which ones"),
     "skip_special_tokens": _refused("special tokens have no text", True),
     "spaces_between_special_tokens": _refused("special tokens have no text", True),
     "return_tokens_as_token_ids": _refused("send `return_token_ids`", False),
