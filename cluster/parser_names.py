@@ -1,4 +1,4 @@
-"""Names of the formats of reasoning and of calls, for the settings; the frontend has the formats."""
+"""Names of the formats of reasoning and of calls, for the settings."""
 
 from __future__ import annotations
 
