@@ -1,10 +1,4 @@
-<<<<<<< HEAD
-"""Names of the formats of reasoning and of calls, for the settings."""
-
-from __future__ import annotations
-=======
 """Names of the formats in which targets write reasoning and calls of tools."""
->>>>>>> main
 
 from typing import Literal
 

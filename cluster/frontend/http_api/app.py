@@ -17,11 +17,7 @@ from cluster.frontend.http_api.error_body import error_body
 from cluster.frontend.http_api.guard import guard_of
 from cluster.frontend.http_api.messages import messages_router
 from cluster.frontend.http_api.openai_api import openai_router
-<<<<<<< HEAD
-from cluster.frontend.http_api.operator_api import operator_router
 from cluster.frontend.http_api.responses import responses_router
-=======
->>>>>>> main
 from cluster.frontend.http_api.tokens_api import tokens_router
 from cluster.frontend.service import FrontendService
 from cluster.frontend.status_codes import Refusal, Refused
