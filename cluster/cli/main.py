@@ -14,6 +14,7 @@ from cluster.cli.bench import bench
 from cluster.cli.client_flags import PriorityName, with_request, with_server
 from cluster.cli.flags import ENGINE, SectionedCommand, help_of, with_settings
 from cluster.cli.simulate import simulate
+from cluster.cli.train import train_drafter
 from cluster.config import ConfigError, ServerConfig
 from cluster.config_sources import from_args, text_of
 from cluster.frontend.admission import keys as store
@@ -281,6 +282,7 @@ def _errors() -> Iterator[None]:
 
 main.command(cls=SectionedCommand)(bench)
 main.command(cls=SectionedCommand)(simulate)
+main.command(cls=SectionedCommand)(train_drafter)
 main.add_typer(keys, name="keys")
 
 if __name__ == "__main__":

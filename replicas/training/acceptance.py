@@ -25,7 +25,9 @@ class Acceptance:
         return f"{self.accepted:.3f} accepted of {len(self.by_position)} per step ({shares})"
 
 
-def acceptance_of(results: Iterable[StepResult], draft_len: int, seconds: float = 0.0) -> Acceptance:
+def acceptance_of(
+    results: Iterable[StepResult], draft_len: int, seconds: float = 0.0
+) -> Acceptance:
     """Of an engine's results; prefills have no steps and count nothing."""
     rows: Sequence[RowResult] = [row for result in results for row in result.rows if row.steps]
     steps = sum(row.steps for row in rows)

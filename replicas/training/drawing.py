@@ -17,6 +17,7 @@ from scheduler.messages import FinishReason, Request, Sampling
 
 _MARK = "\ue000"
 _NO_DEADLINE_S = 3e8
+_TRIED_LEAST, _KEPT_LEAST = 200, 0.02
 _PERIOD_MAX, _LOOP_TOKENS = 24, 72
 """A turn runs away whose last so many tokens repeat one piece of at most so many."""
 
@@ -108,6 +109,11 @@ def runs_away(tokens: list[int]) -> bool:
     return any(tail[period:] == tail[:-period] for period in range(1, _PERIOD_MAX + 1))
 
 
+def _name(number: int, question: bool) -> str:
+    """Of a request."""
+    return f"{'question' if question else 'answer'} {number}"
+
+
 class Drawing:
     """Draws conversations into a folder, as many at once as the engine takes."""
 
@@ -130,45 +136,63 @@ class Drawing:
         self._kept: list[Conversation] = []
         self._seen = {each.ids[: each.answer] for each in folder}
 
-    def run(self, tokens: int, stopped: Callable[[], bool] = lambda: False) -> Iterator[DrawCounts]:
-        """Until so many tokens are kept; what was counted, now and then. Raises OSError."""
-        while self.counts.tokens < tokens and not stopped():
+    def run(
+        self, conversations: int, stopped: Callable[[], bool] = lambda: False
+    ) -> Iterator[DrawCounts]:
+        """Until so many are kept; what was counted, after each batch of the engine. Raises
+        OSError, and TrainingRefused for a target that writes none that can be kept."""
+        while self.counts.kept < conversations and not stopped():
             while len(self._turns) < self._rows:
                 self._begin(self._begun)
                 self._begun += 1
             assert self._engine.advance(), "an engine with requests has a batch"
             self._engine.results.clear()
             self._forget()
-            if self._collect() and sum(len(each.ids) for each in self._kept) >= self._part_tokens:
+            self._collect(conversations)
+            if sum(len(each.ids) for each in self._kept) >= self._part_tokens:
                 self._write()
-            yield self.counts
-        if not stopped():
-            self._write()
+            counts = self.counts
+            if counts.tried >= _TRIED_LEAST and counts.kept < _KEPT_LEAST * counts.tried:
+                raise TrainingRefused(
+                    f"self-generated: the target writes hardly a conversation: {counts.said()};"
+                    " give conversations with --data"
+                )
+            yield counts
+        self._write()
 
     def _begin(self, number: int) -> None:
         sampling, most = self._settings.question(number), self._settings.question_tokens
         ends = (self._frame.end_of_user, *self._frame.ends)
-        self._turns[number] = _Turn(self._submit(number, self._frame.before_user, sampling, most, ends))
+        self._turns[number] = _Turn(
+            self._submit(number, self._frame.before_user, sampling, most, ends)
+        )
 
     def _submit(
-        self, number: int, prompt: tuple[int, ...], sampling: Sampling, most: int, ends: tuple[int, ...]
+        self,
+        number: int,
+        prompt: tuple[int, ...],
+        sampling: Sampling,
+        most: int,
+        ends: tuple[int, ...],
     ) -> Any:
-        turn = "question" if number not in self._turns else "answer"
         request = Request(
-            f"{turn} {number}", prompt, most, sampling, tuple(dict.fromkeys(ends)), timeout_s=_NO_DEADLINE_S
+            _name(number, number not in self._turns),
+            prompt,
+            most,
+            sampling,
+            tuple(dict.fromkeys(ends)),
+            timeout_s=_NO_DEADLINE_S,
         )
         return self._engine.submit(request)
 
-    def _collect(self) -> bool:
-        """Take what has ended; whether anything was."""
-        before = self._settled
+    def _collect(self, conversations: int) -> None:
+        """Take what has ended, and keep at most so many."""
         for number, turn in list(self._turns.items()):
             tokens, reason = turn.output.tokens, turn.output.reason
             if reason is None and not runs_away(tokens):
                 continue
             if reason is None:
-                turn_name = "question" if turn.question is None else "answer"
-                self._engine.cancel(f"{turn_name} {number}")
+                self._engine.cancel(_name(number, turn.question is None))
                 self._end(number, "runaways")
             elif turn.question is None:
                 self._answer(number, turn, tokens, reason)
@@ -176,10 +200,9 @@ class Drawing:
                 self._end(number, Conversation((*turn.question, *tokens), len(turn.question)))
             else:
                 raise TrainingRefused(f"self-generated: {turn.output.message or reason}")
-        while self._settled in self._done:
+        while self._settled in self._done and self.counts.kept < conversations:
             self._settle(self._done.pop(self._settled))
             self._settled += 1
-        return self._settled > before
 
     def _answer(self, number: int, turn: _Turn, tokens: list[int], reason: FinishReason) -> None:
         if reason is not FinishReason.STOP:

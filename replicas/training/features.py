@@ -62,7 +62,9 @@ class FeatureFolder:
                 continue
             writing = made.with_suffix(".part")
             shutil.rmtree(writing, ignore_errors=True)
-            yield from _write(writing, list(read_part(part)), target, aux_layers, self._width, stopped)
+            yield from _write(
+                writing, list(read_part(part)), target, aux_layers, self._width, stopped
+            )
             if stopped():
                 return
             writing.rename(made)

@@ -8,7 +8,7 @@ instead, and attends to the target's states up to slot i - j and to its own ones
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -34,9 +34,8 @@ class Batch:
     likely: torch.Tensor  # [rows, answer, n], int64: ids of the target's likeliest tokens at i + 2
     chances: torch.Tensor  # [rows, answer, n], float32: their probabilities
 
-    @property
-    def trained(self) -> int:
-        return int(self.guesses.sum())
+    def to(self, device: torch.device) -> Batch:
+        return Batch(*(getattr(self, field.name).to(device) for field in fields(self)))
 
 
 @dataclass(frozen=True)
@@ -75,6 +74,10 @@ class TrainableHead(nn.Module):
         """By the target's id: the head's, or -1."""
         self._rotary: Any = LlamaRotaryEmbedding(config.layer)
 
+    @property
+    def _found(self) -> dict[str, torch.Tensor]:
+        return {_name(key): value for key, value in self.weights.items()}
+
     def tensors(self) -> dict[str, torch.Tensor]:
         """As `HeadConfig.tensors` names them."""
         return {_name(key): value.detach() for key, value in self.weights.items()}
@@ -86,11 +89,12 @@ class TrainableHead(nn.Module):
         own = own.clamp(min=0)
         best = self.own_ids[batch.likely[..., 0]]
 
-        rows = torch.arange(batch.tokens.shape[0])[:, None]
+        device = batch.tokens.device
+        rows = torch.arange(batch.tokens.shape[0], device=device)[:, None]
         embedded = self._norm(embedding(batch.tokens, self.embeddings), LAYER + "input_layernorm")
         fused = self._fused(batch.hidden)
         slots = batch.tokens.shape[1]
-        positions = torch.arange(slots)
+        positions = torch.arange(slots, device=device)
         cos, sin = self._rotary(fused, positions[None])
         cos, sin = cos[0][:, None].float(), sin[0][:, None].float()  # [slots, 1, head_dim]
 
@@ -99,9 +103,7 @@ class TrainableHead(nn.Module):
         part, at = embedded[rows, answers], (cos[answers], sin[answers])
         normed = self._norm(fused, LAYER + "hidden_norm")
         first_key, first_value = self._keys_values(embedded, normed, (cos, sin))
-        of_embedded = {
-            letter: self._half(part, letter, 0) + self._bias(letter) for letter in "qkv"
-        }
+        of_embedded = {letter: self._half(part, letter, 0) + self._bias(letter) for letter in "qkv"}
         hidden = fused[rows, answers]
         own_states: list[tuple[torch.Tensor, torch.Tensor]] = []
         loss = fused.new_zeros(())
@@ -146,7 +148,11 @@ class TrainableHead(nn.Module):
             right.append(hit)
             accepted.append(earlier.sum())
         return Unrolled(
-            loss, torch.stack(losses), torch.stack(counts), torch.stack(right), torch.stack(accepted)
+            loss,
+            torch.stack(losses),
+            torch.stack(counts),
+            torch.stack(right),
+            torch.stack(accepted),
         )
 
     def _attend(
@@ -216,9 +222,7 @@ class TrainableHead(nn.Module):
         groups = config.num_attention_heads // config.num_key_value_heads
         return x.transpose(1, 2).repeat_interleave(groups, 1)
 
-    def _rotated(
-        self, x: torch.Tensor, at: tuple[torch.Tensor, torch.Tensor]
-    ) -> torch.Tensor:
+    def _rotated(self, x: torch.Tensor, at: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         low, high = x.chunk(2, -1)
         return x * at[0] + torch.cat((-high, low), -1) * at[1]
 
@@ -228,15 +232,13 @@ class TrainableHead(nn.Module):
         return linear(x, weight.chunk(2, 1)[number])
 
     def _bias(self, letter: str) -> torch.Tensor | float:
-        key = _key(f"{_ATTENTION}{letter}_proj.bias")
-        return self.weights[key] if key in self.weights else 0.0
+        return self._found.get(f"{_ATTENTION}{letter}_proj.bias", 0.0)
 
     def _linear(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        key = _key(f"{name}.bias")
-        return linear(x, self._weight(name), self.weights[key] if key in self.weights else None)
+        return linear(x, self._weight(name), self._found.get(f"{name}.bias"))
 
     def _weight(self, name: str) -> torch.Tensor:
-        return self.weights[_key(f"{name}.weight")]
+        return self._found[f"{name}.weight"]
 
     def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
         weight = self._weight(name)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from torch import nn
 
 from replicas.training.batches import Item, batch_of, epoch_batches
 from replicas.training.features import FeatureFolder
-from replicas.training.head import TrainableHead, Unrolled
+from replicas.training.head import Batch, TrainableHead, Unrolled
 
 
 @dataclass(frozen=True)
@@ -94,6 +94,7 @@ class Training:
     ) -> None:
         self.head, self.settings, self.progress = head, settings, Progress(items=len(items))
         self._features, self._items = features, items
+        self._device = next(head.parameters()).device
         self._batches: list[list[Item]] = []
         self._rank, self._ranks = 0, 1
         if dist.is_initialized():
@@ -118,10 +119,10 @@ class Training:
         # Each guess counts the same, whichever process makes it.
         guesses = sum(item.guessed for item in items)
         whole = guesses * sum(weights)
-        loss = torch.zeros(())
+        loss = torch.zeros((), device=self._device)
         if own:
             with self._precision():
-                out = self.head(batch_of(self._features, own), weights)
+                out = self.head(self._batch(own), weights)
                 loss = out.loss / whole
             loss.backward()
         loss = self._summed(loss.detach())
@@ -158,9 +159,7 @@ class Training:
         parameters = list(self.head.parameters())
         flat = torch.cat(
             [loss.view(1)]
-            + [
-                (torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in parameters
-            ]
+            + [(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in parameters]
         )
         dist.all_reduce(flat)
         begin = 1
@@ -178,28 +177,33 @@ class Training:
         most = self.settings.batch_tokens
         for batch in epoch_batches(items, most, 0, 0):
             with self._precision():
-                out: Unrolled = self.head(batch_of(self._features, batch), (1.0,) * steps)
-            losses += out.losses
-            slots += out.slots
-            right += out.right.flatten(1).sum(1)
-            accepted += out.accepted
+                out: Unrolled = self.head(self._batch(batch), (1.0,) * steps)
+            losses += out.losses.cpu()
+            slots += out.slots.cpu()
+            right += out.right.flatten(1).sum(1).cpu()
+            accepted += out.accepted.cpu()
         slots = slots.clamp(min=1)
         return Scores(
-            float(losses[0] / slots[0]), tuple((right / slots).tolist()), float((accepted / slots).sum())
+            float(losses[0] / slots[0]),
+            tuple((right / slots).tolist()),
+            float((accepted / slots).sum()),
         )
 
-    def _precision(self) -> contextlib.AbstractContextManager[Any]:
-        device = next(self.head.parameters()).device.type
-        return torch.autocast(device, torch.bfloat16, enabled=self.settings.bfloat16)
+    def _batch(self, items: Sequence[Item]) -> Batch:
+        return batch_of(self._features, items).to(self._device)
 
-    def save(self, path: Path) -> None:
-        """Write all that the next step depends on; the file is there whole or not at all. Raises
-        OSError."""
+    def _precision(self) -> contextlib.AbstractContextManager[Any]:
+        return torch.autocast(self._device.type, torch.bfloat16, enabled=self.settings.bfloat16)
+
+    def save(self, path: Path, history: Sequence[dict[str, Any]] = ()) -> None:
+        """Write all that the next step depends on, and what was seen on the way; the file is there
+        whole or not at all. Raises OSError."""
         part = path.with_suffix(".part")
         state = {
             "progress": asdict(self.progress),
             "head": self.head.state_dict(),
             "optimizer": self._optimizer.state_dict(),
+            "history": list(history),
         }
         with part.open("wb") as file:
             try:
@@ -210,8 +214,9 @@ class Training:
             os.fsync(file.fileno())
         part.rename(path)
 
-    def load(self, path: Path) -> None:
-        state = torch.load(path, weights_only=True)
+    def load(self, path: Path) -> list[dict[str, Any]]:
+        """Go on from a file of `save`; the history in it."""
+        state = torch.load(path, weights_only=True, map_location="cpu")
         self.head.load_state_dict(state["head"])
         self._optimizer.load_state_dict(state["optimizer"])
         self.progress = Progress(**state["progress"])
@@ -219,3 +224,4 @@ class Training:
             self.progress.items = len(self._items)
             self.progress.epoch, self.progress.batch = self.progress.epoch + 1, 0
         self._batches = self._drawn()
+        return list(state["history"])

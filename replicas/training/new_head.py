@@ -122,7 +122,7 @@ def new_tensors(
         groups = ours.shape[0] // theirs.shape[0]
         if groups > 1:  # every query head gets keys and values of its own
             by_head = theirs.view(-1, config.head_dim, width).repeat_interleave(groups, 0)
-            theirs = by_head.reshape(ours.shape)
+            theirs = by_head.reshape(-1, width)
         ours[:, width:] = theirs * norm
     for name, scale in (
         ("self_attn.o_proj.weight", 1 / typical),
