@@ -12,7 +12,7 @@ import typer
 from cluster.cli.flags import with_settings
 
 SETTINGS = (
-    *("target", "device", "dtype", "context_len", "kv_blocks", "memory"),
+    *("target", "device", "dtype", "context_len", "num_gpu_blocks_override", "memory"),
     *("torch_threads", "trust_remote_code", "chat_template"),
 )
 """Of the replica that writes conversations and measures the head."""
@@ -60,6 +60,14 @@ def train_drafter(
             dir_okay=False,
         ),
     ] = None,
+    laws: Annotated[
+        bool,
+        typer.Option(
+            "--laws",
+            help="Train heads of three capacities in these minutes, measure each after four token"
+            " counts, and say what more tokens and a larger head would bring.",
+        ),
+    ] = False,
     checkpoint_minutes: Annotated[
         float, typer.Option(min=0.05, help="What a kill loses at most.")
     ] = 5.0,
@@ -76,8 +84,11 @@ def train_drafter(
     """
     if data is not None and self_generated is not None:
         raise typer.BadParameter("give either --data or --self-generated")
+    if laws and workers > 1:
+        raise typer.BadParameter("--laws: not with --workers")
     from cluster.cli.terminal import Bars, console
     from cluster.training.job import Job
+    from cluster.training.laws import measure_laws
     from cluster.training.report import write_report
     from cluster.training.settings import JobSettings
     from cluster.worker.loading import tell_of_weights
@@ -103,6 +114,9 @@ def train_drafter(
     try:
         with Bars() as bars:
             job = Job(job_settings, settings.replica, told.print, bars.note)
+            if laws:
+                told.print("\n".join(measure_laws(job, minutes).said))
+                return
             outcome = job.run()
         write_report(out, command, job, outcome)
     except KeyboardInterrupt:

@@ -48,6 +48,7 @@ from replicas.training import (
     aux_layers,
     divided,
     native_bfloat16,
+    read_part,
     take_in,
     write_head,
 )
@@ -87,9 +88,7 @@ class Job:
     ) -> None:
         none = SpeculativeConfig(method="none")
         self.settings, self.say, self.note = settings, say, note
-        self.replica = replica.model_copy(
-            update={"speculative": none, "draft": None, "calibrate": False}
-        )
+        self.replica = replica.model_copy(update={"speculative_config": none, "calibrate": False})
         self.target = load_config(resolve(replica.target), self.replica, "target")
         self.tokenizer, eos = read_tokens(self.replica)
         self.ends = end_of_turn_ids(self.tokenizer, eos, int(self.target.vocab_size))
@@ -108,24 +107,23 @@ class Job:
             old = Plan.read(plan_file)
         elif plan_file.exists():
             raise TrainingRefused(f"out: {settings.out} has a run; --resume goes on with it")
-        self._check()
-        replica = self._replica(ROWS)
-        folder, key = self._conversations(replica)
-        fingerprint = replica.spec.fingerprint
-        del replica
-        features = self._features(folder)
-        train, held_out = divided(folder)
-        if not train or not held_out:
-            raise TrainingRefused(f"data: {len(train) + len(held_out)} conversations are too few")
-        start = self._start(folder, features, train)
+        if settings.workers > 1:
+            from cluster.training.workers import check_installed
+
+            check_installed()
+        self.check()
+        folder, key, fingerprint = self.conversations()
+        features = self.features(folder)
+        train, held_out = self.divided(folder)
+        start = self.start(folder, features, train)
         plan = Plan(
             self.replica.target,
             fingerprint,
             key,
             settings.draft_vocab,
-            self._inner,
+            self.inner,
             settings.workers,
-            TrainSettings(1, seed=settings.seed, bfloat16=native_bfloat16(self.device)),
+            self.train_settings(),
         )
         settings.out.mkdir(parents=True, exist_ok=True)
         if old is not None:
@@ -140,7 +138,7 @@ class Job:
         )
         begun = monotonic()
         training, history = self._trained(plan, start, features, train, held_out)
-        final, spec = self.measured(self._prompts(held_out, MANY), calibrate=True)
+        final, spec = self.measured(self.prompts(held_out, MANY), calibrate=True)
         parameters = sum(each.numel() for each in training.head.parameters())
         return Outcome(
             plan,
@@ -156,11 +154,11 @@ class Job:
     # ----------------------------------------------------------------- before
 
     @property
-    def _inner(self) -> int:
+    def inner(self) -> int:
         own = getattr(self.target, "intermediate_size", None) or 4 * int(self.target.hidden_size)
         return self.settings.intermediate_size or int(own)
 
-    def _check(self) -> None:
+    def check(self) -> None:
         """Refuse what can be refused early, and say what is to come."""
         settings = self.settings
         vocab = int(self.target.vocab_size)
@@ -190,13 +188,17 @@ class Job:
         )
         told = {
             "context_len": context,
-            "kv_blocks": self.replica.kv_blocks or rows * context // self.replica.block_size // 2,
+            "num_gpu_blocks_override": self.replica.num_gpu_blocks_override
+            or rows * context // self.replica.block_size // 2,
             "plan_rows": rows,
             **changes,
         }
         return Replica.load(self.replica.model_copy(update=told))
 
-    def _conversations(self, replica: Replica) -> tuple[ConversationFolder, str]:
+    def conversations(self) -> tuple[ConversationFolder, str, str]:
+        """Those to train on, drawn or read where they are not there; their key in the cache, and
+        the target's fingerprint. Raises TrainingRefused and OSError."""
+        replica = self._replica(ROWS)
         settings, spec = self.settings, replica.spec
         template = str(getattr(self.tokenizer, "chat_template", None))
         if settings.data is not None:
@@ -212,7 +214,7 @@ class Job:
             if not folder.parts:
                 take_in(settings.data, folder, self.tokenizer, spec.context_len, spec.vocab_size)
             self.say(folder.counts().said())
-            return folder, key
+            return folder, key, spec.fingerprint
         frame = TurnFrame.of(self.tokenizer, self.ends)
         room = spec.context_len - len(frame.before_user) - len(frame.before_answer)
         drawn = replace(
@@ -226,7 +228,7 @@ class Job:
         for counts in drawing.run(settings.self_generated):
             self.note("conversations", counts.kept, settings.self_generated)
         self.say(drawing.counts.said())
-        return folder, key
+        return folder, key, spec.fingerprint
 
     def _engine(self, replica: Replica, rows: int, draft_len: int | None = 0) -> LocalEngine:
         limits = {**NO_QUEUE_LIMITS, "timeout_s_max": 1e9}
@@ -241,7 +243,7 @@ class Job:
         path = resolve(config.target, "target", dtype_name(config))
         return read_model(path, config, "target").to(self.device)
 
-    def _features(self, folder: ConversationFolder) -> FeatureFolder:
+    def features(self, folder: ConversationFolder) -> FeatureFolder:
         width = len(self.layers) * int(self.target.hidden_size)
         name = "features-" + "-".join(map(str, self.layers))
         features = FeatureFolder(folder.folder.parent / name, width)
@@ -256,14 +258,30 @@ class Job:
                     self.note("features (parts)", done, parts)
         return features
 
-    def _start(
+    def start(
         self, folder: ConversationFolder, features: FeatureFolder, train: Sequence[Item]
     ) -> Start:
-        vocab, inner, seed = self.settings.draft_vocab, self._inner, self.settings.seed
-        file = folder.folder.parent / f"start-{vocab}-{inner}-{seed}.safetensors"
+        file = self._start_file(features)
         if not file.is_file():
+            vocab, inner, seed = self.settings.draft_vocab, self.inner, self.settings.seed
             Start.of(self._model(), vocab, inner, folder, features, train, seed).write(file)
         return Start.read(file)
+
+    def divided(self, folder: ConversationFolder) -> tuple[list[Item], list[Item]]:
+        """To train on, and held out. Raises TrainingRefused."""
+        train, held_out = divided(folder)
+        if not train or not held_out:
+            raise TrainingRefused(f"data: {len(train) + len(held_out)} conversations are too few")
+        return train, held_out
+
+    def train_settings(self) -> TrainSettings:
+        """But for the number of steps."""
+        return TrainSettings(9, seed=self.settings.seed, bfloat16=native_bfloat16(self.device))
+
+    def _start_file(self, features: FeatureFolder) -> Path:
+        settings = self.settings
+        name = f"start-{settings.draft_vocab}-{self.inner}-{settings.seed}.safetensors"
+        return features.folder.parent / name
 
     # ----------------------------------------------------------------- training
 
@@ -271,9 +289,7 @@ class Job:
         self, plan: Plan, start: Start, features: FeatureFolder, train: Sequence[Item]
     ) -> TrainSettings:
         """How many steps there are in the minutes, by the time of a few."""
-        tried = Training(
-            start.head(self.target).to(self.device), features, train, replace(plan.train, steps=9)
-        )
+        tried = Training(start.head(self.target).to(self.device), features, train, plan.train)
         tried.step()
         begun = monotonic()
         for _ in range(3):
@@ -297,9 +313,19 @@ class Job:
         if plan.workers > 1:
             from cluster.training.workers import train_over_ray
 
-            history = train_over_ray(self, plan, start, features.folder, training, train)
+            train_over_ray(
+                self.settings.out,
+                plan.workers,
+                plan.train,
+                self._start_file(features),
+                self.target,
+                features,
+                train,
+                self.device.type == "cuda",
+                60 * self.settings.checkpoint_minutes,
+            )
             training.load(self.checkpoint)
-            self._point(training, start, held_out, history, [])
+            self._point(training, start, held_out, history, ())
             return training, history
         steps, progress = plan.train.steps, training.progress
         every = max(1, steps // POINTS)
@@ -335,7 +361,7 @@ class Job:
         """Write the head as it is, and measure it."""
         self.write(training, start)
         scores = training.score(held_out[:64])
-        real, _ = self.measured(self._prompts(held_out, FEW))
+        real, _ = self.measured(self.prompts(held_out, FEW))
         progress = training.progress
         mean = sum(losses) / len(losses) if losses else scores.loss
         history.append(
@@ -365,15 +391,13 @@ class Job:
 
     # ----------------------------------------------------------------- figures
 
-    def _prompts(self, held_out: Sequence[Item], most: int) -> list[tuple[int, ...]]:
+    def prompts(self, held_out: Sequence[Item], most: int) -> list[tuple[int, ...]]:
         if self.settings.prompts is not None:
             turns = read_prompts(self.settings.prompts)
             step = max(1, len(turns) // most)  # of every category, where they stand in order
             return [self._asked(text) for text in turns[::step][:most]]
         found = []
         parts: dict[Path, list[Any]] = {}
-        from replicas.training.conversations import read_part
-
         for item in islice(held_out, most):
             if item.part not in parts:
                 parts[item.part] = list(read_part(item.part))
@@ -391,7 +415,7 @@ class Job:
     ) -> tuple[Acceptance, ReplicaSpec]:
         """Of the head in the run's folder: real steps of the engine, greedy, DRAFT_LEN tokens."""
         head = SpeculativeConfig(method="eagle3", model=str(self.settings.out.resolve()))
-        replica = self._replica(FEW, speculative=head, calibrate=calibrate)
+        replica = self._replica(FEW, speculative_config=head, calibrate=calibrate)
         room = replica.spec.context_len - NEW_TOKENS
         requests = [
             Request(f"{number}", prompt, NEW_TOKENS, stop_token_ids=self.ends)

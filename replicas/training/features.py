@@ -44,7 +44,7 @@ class Features:
 class FeatureFolder:
     def __init__(self, folder: Path, width: int) -> None:
         """`width`: numbers of hidden states per token."""
-        self.folder, self._width = folder, width
+        self.folder, self.width = folder, width
         folder.mkdir(parents=True, exist_ok=True)
         self._open: dict[Path, _Part] = {}
 
@@ -63,7 +63,7 @@ class FeatureFolder:
             writing = made.with_suffix(".part")
             shutil.rmtree(writing, ignore_errors=True)
             yield from _write(
-                writing, list(read_part(part)), target, aux_layers, self._width, stopped
+                writing, list(read_part(part)), target, aux_layers, self.width, stopped
             )
             if stopped():
                 return
@@ -75,7 +75,7 @@ class FeatureFolder:
     def read(self, part: Path, index: int) -> Features:
         """Of conversation `index` of a part of the conversation folder."""
         if part not in self._open:
-            self._open[part] = _Part.open(part, self.folder / part.stem, self._width)
+            self._open[part] = _Part.open(part, self.folder / part.stem, self.width)
         return self._open[part].read(index)
 
 

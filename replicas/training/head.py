@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.functional import embedding, linear, pad, rms_norm, silu
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from replicas.drafters.eagle3 import LAYER, HeadConfig
+from replicas.drafters import LAYER, HeadConfig
 from replicas.training.loss import soft_cross_entropy
 
 _ATTENTION, _MLP = LAYER + "self_attn.", LAYER + "mlp."
@@ -54,6 +54,11 @@ class Unrolled:
 
 
 class TrainableHead(nn.Module):
+    embeddings: torch.Tensor
+    ids: torch.Tensor
+    own_ids: torch.Tensor
+    """By the target's id: the head's, or -1."""
+
     def __init__(
         self,
         config: HeadConfig,
@@ -71,8 +76,8 @@ class TrainableHead(nn.Module):
         of_target[ids] = torch.arange(len(ids))
         self.register_buffer("ids", ids, persistent=False)
         self.register_buffer("own_ids", of_target, persistent=False)
-        """By the target's id: the head's, or -1."""
         self._rotary: Any = LlamaRotaryEmbedding(config.layer)
+        self._scale = config.head_dim**-0.5
 
     @property
     def _found(self) -> dict[str, torch.Tensor]:

@@ -48,7 +48,7 @@ class _SoftCrossEntropy(torch.autograd.Function):
         return loss, guessed
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, of_loss: torch.Tensor, _: torch.Tensor) -> tuple[Any, ...]:
         of_x, of_weight = ctx.saved_tensors
         return of_x * of_loss, of_weight * of_loss, None, None
@@ -62,5 +62,5 @@ def soft_cross_entropy(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The sum over slots of -sum(chances * log softmax(weight x)[ids]), and the likeliest id of
     each slot. The gradient is computed with the sum, in parts."""
-    loss, guessed = _SoftCrossEntropy.apply(x, weight, ids, chances)
+    loss, guessed = _SoftCrossEntropy.apply(x, weight, ids, chances)  # type: ignore[no-untyped-call]
     return loss, guessed

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, PreTrainedModel
 
-from replicas.drafters.eagle3 import LAYER, HeadConfig, head_config
+from replicas.drafters import LAYER, HeadConfig, head_config
 from replicas.errors import PairRefused, TrainingRefused
 from replicas.training.conversations import Conversation
 
