@@ -328,7 +328,7 @@ class Job:
             self._point(training, start, held_out, history, ())
             return training, history
         steps, progress = plan.train.steps, training.progress
-        every = max(1, steps // POINTS)
+        every = max(POINTS, steps // POINTS)
         losses: list[float] = []
         saved = begun = monotonic()
         before = training.progress.seconds
