@@ -7,6 +7,7 @@ checkpoints in the run's folder. Whatever ends the process, `resume` goes on fro
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
@@ -96,6 +97,8 @@ class Job:
         self.device = resolve_device(replica.device)
         self.checkpoint = settings.out / "checkpoint.pt"
         self.layers = aux_layers(int(self.target.num_hidden_layers))
+        self._disk_bytes = 0
+        """Expected; known when it was checked."""
 
     def run(self) -> Outcome:
         """Raises TrainingRefused, PairRefused, OSError."""
@@ -175,8 +178,7 @@ class Job:
         estimate = estimated(settings, self.target, tokens, len(self.layers), tokens)
         self.say(f"This will take: {estimate.said()}.")
         check_disk(settings, estimate, self.cache)
-        for name in make_room(self.cache, self.cache, estimate.disk_bytes, settings.cache_gib):
-            self.say(f"removed the data of another run from the cache: {name}")
+        self._disk_bytes = estimate.disk_bytes
 
     # ----------------------------------------------------------------- data
 
@@ -209,7 +211,11 @@ class Job:
             source = repr((drawn, settings.self_generated))
         said = repr((spec.fingerprint, template, source))
         key = hashlib.sha256(said.encode()).hexdigest()[:24]
-        folder = ConversationFolder(self.cache / key / "conversations")
+        own = self.cache / key
+        for name in make_room(self.cache, own, self._disk_bytes, settings.cache_gib):
+            self.say(f"removed the data of another run from the cache: {name}")
+        folder = ConversationFolder(own / "conversations")
+        os.utime(own)  # used now
         if settings.data is not None:
             if not folder.parts:
                 take_in(settings.data, folder, self.tokenizer, spec.context_len, spec.vocab_size)

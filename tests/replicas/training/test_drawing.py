@@ -12,13 +12,7 @@ from typing import Any
 import pytest
 
 from replicas.errors import TrainingRefused
-from replicas.training import (
-    Conversation,
-    ConversationFolder,
-    Drawing,
-    DrawSettings,
-    TurnFrame,
-)
+from replicas.training import Conversation, ConversationFolder, Drawing, DrawSettings, TurnFrame
 from scheduler.messages import FinishReason, Request
 
 END, HEADER, ANSWER = 1, (5, 6), (1, 7)
