@@ -169,7 +169,7 @@ class TrainableHead(nn.Module):
         answers: torch.Tensor,  # [rows, answer]
         positions: torch.Tensor,  # [slots]
     ) -> torch.Tensor:  # [rows, answer, heads * head_dim]
-        steps, scale = len(own_states), self.config.head_dim**-0.5
+        steps, scale = len(own_states), self._scale
         query = query.transpose(1, 2)
         keys, values = self._repeated(first_key), self._repeated(first_value)
         hidden = positions > (answers - steps)[..., None]
@@ -188,7 +188,7 @@ class TrainableHead(nn.Module):
             behind.append(shifted[1])
         shares = scores.softmax(-1).to(values.dtype)
         slots = keys.shape[2]
-        out = shares[..., :slots] @ values
+        out: torch.Tensor = shares[..., :slots] @ values
         for number, value in enumerate(behind):
             out = out + shares[..., slots + number, None] * value
         return out.transpose(1, 2).flatten(2)
@@ -209,7 +209,7 @@ class TrainableHead(nn.Module):
         if self.config.fc_norm:
             parts = [
                 self._norm(states, f"fc_norm.{index}")
-                for index, states in enumerate(hidden.split(width, -1))
+                for index, states in enumerate(torch.split(hidden, width, -1))
             ]
             hidden = torch.cat(parts, -1)
         if self.config.norm_before_fc:
@@ -217,7 +217,7 @@ class TrainableHead(nn.Module):
         return self._linear(hidden, "fc")
 
     def _heads(self, x: torch.Tensor, norm: str) -> torch.Tensor:  # [rows, slots, heads, head_dim]
-        x = x.unflatten(-1, (-1, self.config.head_dim))
+        x = x.view(*x.shape[:-1], -1, self.config.head_dim)
         if norm and self.config.layer.model_type == "qwen3":
             x = self._norm(x, _ATTENTION + norm)
         return x

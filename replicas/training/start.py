@@ -83,5 +83,5 @@ class Start:
 def native_bfloat16(device: torch.device) -> bool:
     """Whether products in bfloat16 are faster than in float32 there."""
     if device.type == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
