@@ -167,7 +167,9 @@ class Job(Preparation):
             while (progress := training.progress).step < steps:
                 losses.append(training.step())
                 progress.seconds = before + monotonic() - begun
-                self.note("training (steps)", progress.step, steps)
+                accepted = history[-1]["accepted"] if history else 0.0
+                said = f"{progress.tokens:,} tokens, loss {losses[-1]:.2f}, {accepted:.2f} accepted"
+                self.note("training (steps)", progress.step, steps, said)
                 if progress.step % every == 0 or progress.step == steps:
                     self._point(training, start, held_out, history, losses)
                     losses = []

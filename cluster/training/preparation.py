@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -48,8 +48,13 @@ from replicas.training import (
 )
 from scheduler.config import SchedulerConfig
 
-Note = Callable[[str, int, int | None], None]
-"""A phase, how much of it is done, of how much."""
+
+class Note(Protocol):
+    """A phase, how much of it is done, of how much, and what else is said of it."""
+
+    def __call__(self, phase: str, done: int, total: int | None, said: str = "") -> None: ...
+
+
 ROWS = 64
 """Of a batch while the target writes: a whole tile of the CPU's products."""
 

@@ -28,7 +28,7 @@ class Interrupting:
     def __init__(self, at: int | None = None) -> None:
         self.at, self.seen = at, 0
 
-    def __call__(self, phase: str, done: int, total: int | None) -> None:
+    def __call__(self, phase: str, done: int, total: int | None, said: str = "") -> None:
         if phase.startswith("training"):
             self.seen = done
             if done == self.at:
