@@ -14,10 +14,10 @@ from cluster.cli.bench import bench
 from cluster.cli.client_flags import PriorityName, with_request, with_server
 from cluster.cli.flags import ENGINE, SectionedCommand, help_of, with_settings
 from cluster.cli.simulate import simulate
-from cluster.cli.train import train_drafter
 from cluster.config import ConfigError, ServerConfig
 from cluster.config_sources import from_args, text_of
 from cluster.frontend.admission import keys as store
+from cluster.training.command import train_drafter
 
 main = typer.Typer(
     name="lockstep",

@@ -67,10 +67,10 @@ class Bars:
             self._tasks[phase] = self._progress.add_task(phase, total=total)
         shown = f"{phase}: {said}" if said else phase
         self._progress.update(
-            self._tasks[phase],
+            self._tasks[phase],  # type: ignore[arg-type]
             description=shown,
             completed=done,
-            total=total,  # type: ignore[arg-type]
+            total=total,
         )
 
 

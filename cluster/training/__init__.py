@@ -1,1 +1,1 @@
-"""Training a drafter for a target: `job` runs it from data to report, `workers` over Ray."""
+"""Training a drafter for a target: `command` has its options, `job` runs it, `workers` over Ray."""
