@@ -17,7 +17,7 @@ from replicas.invariant import TILE, Arithmetic
 from replicas.kv_cache import SCRAP_BLOCK, CacheShape, PagedCache
 from replicas.memory.buffers import MeasurePasses, PassBytes, Workload
 from replicas.models.device_attention import device_attention
-from replicas.models.model_shape import ModelShape
+from replicas.models.layer_reading import layers_of
 from replicas.models.paged_model import NONE, PagedModel
 from replicas.sampling import SamplingBatch, choose
 from scheduler.messages import Sampling
@@ -46,11 +46,10 @@ def measured_passes(
     target: PreTrainedModel, config: ReplicaConfig, context_len: int, peak: Peak = peak_bytes
 ) -> MeasurePasses:
     """The passes of a workload, each kind measured once, with rows as long as the context."""
-    sizes, device, block_size = ModelShape.of(target.config), target.device, config.block_size
-    dims = (sizes.heads, sizes.kv_heads, sizes.head_dim)
+    layers, device, block_size = layers_of(target), target.device, config.block_size
     tiled = config.deterministic
-    shape = CacheShape(block_size, context_len, *dims, tile=TILE if tiled else 1)
-    kv = PagedCache(shape, sizes.layers, _BLOCKS, target.dtype, device)
+    shape = CacheShape.of(block_size, context_len, layers, tile=TILE if tiled else 1)
+    kv = PagedCache(shape, layers, _BLOCKS, target.dtype, device)
     backend = device_attention(kv)
     model = PagedModel(target, kv, backend, Arithmetic((TILE,) if tiled else ()))
     columns = -(-context_len // block_size)

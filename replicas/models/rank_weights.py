@@ -100,6 +100,8 @@ def _joined(module: nn.Linear, ranks: int) -> Callable[[torch.Tensor], torch.Ten
 
     def forward(x: torch.Tensor) -> torch.Tensor:
         own = linear(x, module.weight, module.bias).contiguous()
+        if own.is_meta:  # the layers are only read
+            return own.repeat_interleave(ranks, -1)
         parts = [torch.empty_like(own) for _ in range(ranks)]
         dist.all_gather(parts, own)
         return torch.cat(parts, dim=-1)
@@ -112,7 +114,8 @@ def _summed(module: nn.Linear, part: slice) -> Callable[[torch.Tensor], torch.Te
 
     def forward(x: torch.Tensor) -> torch.Tensor:
         out = linear(x[..., part], module.weight)
-        dist.all_reduce(out)
+        if not out.is_meta:
+            dist.all_reduce(out)
         return out if module.bias is None else out + module.bias
 
     return forward
