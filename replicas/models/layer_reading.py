@@ -8,6 +8,7 @@ given. What cannot be described is refused in a sentence.
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -90,6 +91,8 @@ def read_layers(model: PreTrainedModel) -> tuple[LayerShape, ...]:
         "past_key_values": _NotingCache(notes),
         "use_cache": True,
     }
+    if chooses_logits(model):  # a number would have some families leave out tokens
+        arguments["logits_to_keep"] = torch.arange(_TOKENS, device="meta")
     _NOTES.append(notes)
     try:
         with (
@@ -116,6 +119,11 @@ def read_layers(model: PreTrainedModel) -> tuple[LayerShape, ...]:
     if len(notes.layers) < model.config.get_text_config().num_hidden_layers:
         raise PairRefused(f"{name} is not served: {_STATES}")
     return tuple(notes.layers)
+
+
+def chooses_logits(model: PreTrainedModel) -> bool:
+    """Whether it can be told of which tokens logits are wanted."""
+    return "logits_to_keep" in inspect.signature(type(model).forward).parameters
 
 
 Implementations = list[tuple[Any, str, Any]]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from inspect import signature
 from typing import Any, Protocol
 
 import torch
@@ -22,7 +21,7 @@ from replicas.kv_cache import PagedCache, TokenRange, divided_into_passes
 from replicas.models.current_pass import PASS, BatchLayout, CurrentPass
 from replicas.models.decoder import JoinedDecoder, LayerAttention
 from replicas.models.experts import EXPERTS, ON_DEVICE
-from replicas.models.layer_reading import compute_by
+from replicas.models.layer_reading import chooses_logits, compute_by
 from replicas.transfers import upload
 
 ATTENTION = "lockstep_paged"
@@ -111,7 +110,7 @@ class PagedModel:
         # The model's own property looks through its modules for a parameter, every time.
         self.device: torch.device = model.device
         compute_by(model, ATTENTION, EXPERTS if model.device.type == "cpu" else ON_DEVICE)
-        self._chooses_logits = "logits_to_keep" in signature(type(model).forward).parameters
+        self._chooses_logits = chooses_logits(model)
         firsts = {needs.store: layer for layer, needs in reversed([*enumerate(cache.needs)])}
         self._writers = frozenset(firsts.values())
 
