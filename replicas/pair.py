@@ -107,12 +107,22 @@ def check_positions(config: Any) -> None:
     """Raise PairRefused for positions that depend on what else is in the batch."""
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     ropes = [rope, *rope.values()] if isinstance(rope, dict) else []
-    kinds = {one.get("rope_type", "default") for one in ropes if isinstance(one, dict)}
+    kinds = {
+        one.get("rope_type", "default")
+        for one in ropes
+        if isinstance(one, dict) and not _same_factors(one)
+    }
     for kind in sorted(kinds & {"dynamic", "longrope"}):
         raise PairRefused(
             f"{config.model_type}: rope_type {kind!r} depends on the longest row of a batch, so"
             " output would depend on batch mates"
         )
+
+
+def _same_factors(rope: dict[str, Any]) -> bool:
+    """Whether rotations have factors of their own, the same for short and for long texts."""
+    factors = rope.get("short_factor")
+    return factors is not None and factors == rope.get("long_factor")
 
 
 def _context_len(target_config: Any, wanted: int | None) -> int:
