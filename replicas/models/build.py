@@ -29,7 +29,7 @@ from replicas.invariant import (
 )
 from replicas.kv_cache import CacheShape, LayerShape, PagedCache
 from replicas.models.decoder import JoinedDecoder, NotJoined
-from replicas.models.device_attention import device_attention
+from replicas.models.device_attention import paged_backend
 from replicas.models.layer_reading import layers_of
 from replicas.models.load_check import Finding, LoadCheck
 from replicas.models.own_layers import OwnProducts
@@ -41,7 +41,7 @@ _TRIAL_TOKENS = 8
 _log = logging.getLogger("lockstep.replica")
 
 
-def build(
+def build_model(
     model: PreTrainedModel,
     name: str,
     config: ReplicaConfig,
@@ -114,7 +114,7 @@ def attention_over(cache: PagedCache, arithmetic: Arithmetic, on_host: bool) -> 
     """The attention of a CPU or of a GPU; raises PairRefused."""
     if on_host:
         return HostBackend(cache, arithmetic)
-    return device_attention(cache)
+    return paged_backend(cache)
 
 
 def _checked(paged: PagedModel, check: LoadCheck) -> Finding:

@@ -126,7 +126,7 @@ def _sizes(needs: LayerShape, block_size: int) -> dict[str, Any]:
     }
 
 
-def device_attention(cache: PagedCache) -> PagedBackend:
+def paged_backend(cache: PagedCache) -> PagedBackend:
     """The attention over a GPU's cache, tried out: on random keys and values, over rows of
     different lengths in blocks out of order, it computes what a plain one does, for each kind of
     layer.

@@ -47,7 +47,11 @@ _SAME_AS = {
 """Keys of an architecture that transformers leaves to a config's defaults, and the config's name of
 the same: a file is served if both say the same."""
 _FREQUENCIES = "rope_freqs.weight"
-_ENDS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
+_ENDS = (
+    "tokenizer.ggml.eos_token_id",
+    "tokenizer.ggml.eot_token_id",
+    "tokenizer.ggml.eom_token_id",
+)
 _SCALINGS = {"linear": ("factor",), "yarn": ("factor", "original_context_length")}
 
 

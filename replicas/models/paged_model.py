@@ -7,7 +7,8 @@ touched. Llama-like ones run faster with joined layers (`decoder`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -60,8 +61,8 @@ class ForwardOptions:
     logits: torch.Tensor | bool = True
     """Of which tokens, [n], int64; True: of all; False: of none."""
     aux_layers: tuple[int, ...] = ()
-    """Hidden states after so many layers, as transformers counts them (0: the embedding), below the
-    number of layers."""
+    """Hidden states after so many layers, as transformers counts them (0: the embedding), but that
+    those after the last layer have not passed the last norm."""
 
 
 ALL = ForwardOptions()
@@ -167,26 +168,49 @@ class PagedModel:
             # One position's logits are the least that such a model computes.
             chosen = tokens.new_zeros(1) if kept is False else kept
             arguments["logits_to_keep"] = 0 if chosen is True else chosen
+        layers = int(self.model.config.get_text_config().num_hidden_layers)
         attention = self.backend.begin(layout)
         current = CurrentPass(self.cache, layout, attention, self._writers, count)
         reset = PASS.set(current)
         try:
-            out = self.model(
-                input_ids=tokens[None],
-                position_ids=layout.positions[None],
-                past_key_values=_CacheDoor(),
-                use_cache=True,
-                **arguments,
-            )
+            with _last_layer(self.model, listen=layers in aux_layers) as last:
+                out = self.model(
+                    input_ids=tokens[None],
+                    position_ids=layout.positions[None],
+                    past_key_values=_CacheDoor(),
+                    use_cache=True,
+                    **arguments,
+                )
         finally:
             PASS.reset(reset)
-        hidden = [out.hidden_states[number][0] for number in aux_layers]
+        hidden = [
+            last[0] if number == layers else out.hidden_states[number][0] for number in aux_layers
+        ]
         if kept is False:
             return None, hidden
         logits = out.logits[0]
         if isinstance(kept, torch.Tensor) and not self._chooses_logits:
             logits = logits.index_select(0, kept)
         return logits, hidden
+
+
+@contextmanager
+def _last_layer(model: PreTrainedModel, listen: bool) -> Iterator[list[torch.Tensor]]:
+    """What the last layer puts out, [tokens, hidden]: transformers' own has passed the norm."""
+    heard: list[torch.Tensor] = []
+    if not listen:
+        yield heard
+        return
+
+    def hear(layer: nn.Module, inputs: Any, states: Any) -> None:
+        heard.append((states[0] if isinstance(states, tuple) else states).flatten(0, -2))
+
+    last: Any = model.base_model.layers
+    hook = last[-1].register_forward_hook(hear)
+    try:
+        yield heard
+    finally:
+        hook.remove()
 
 
 # --------------------------------------------------------------------------- transformers' doors

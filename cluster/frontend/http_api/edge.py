@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from codecs import BOM_UTF8
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -33,10 +33,14 @@ T = TypeVar("T")
 
 def checked_caller(service: FrontendService, request: Request) -> Caller:
     """Raises Refused for a caller that is not served."""
-    address = request.client.host if request.client else ""
-    caller = Caller.from_headers(request.headers.items(), address)
+    caller = caller_of(request)
     service.check_caller(caller)
     return caller
+
+
+def caller_of(request: Request) -> Caller:
+    address = request.client.host if request.client else ""
+    return Caller.from_headers(request.headers.items(), address)
 
 
 def check_model(service: FrontendService, name: str) -> None:
@@ -89,8 +93,9 @@ def refusal_body(refusal: Refusal) -> dict[str, object]:
     return error_body(refusal.code.name, refusal.short_message, status, refusal.field)
 
 
-def refusal_response(refusal: Refusal) -> JSONResponse:
-    headers = dict(refusal.headers)
+def refusal_response(refusal: Refusal, more: Mapping[str, str] | None = None) -> JSONResponse:
+    """`more`: headers that the answer has, too."""
+    headers = {**(more or {}), **dict(refusal.headers)}
     if refusal.code is StatusCode.UNAUTHENTICATED:
         headers["www-authenticate"] = "Bearer"
     return JSONResponse(
