@@ -1,4 +1,4 @@
-"""What of a GGUF file changes what is computed: each key and tensor is applied, or the file refused.
+"""What of a GGUF file changes what is computed: it is applied, or the file is refused.
 
 transformers leaves out what it does not know, without a word. So what it reads is compared with
 what the file holds. Here stands the rest: what is applied beside it, and what is harmless, with the
