@@ -97,9 +97,7 @@ def buffers(pair: PairShape, work: Workload, item: int, taken: PassBytes, on_gpu
     aux_bytes = 2 * pair.draft.aux_layers * target.hidden * item
     step = taken.step + aux_bytes * work.step_tokens
     prefill = taken.prefill + aux_bytes * work.pass_tokens
-    heads = target.widest.heads * target.widest.width
-    widest = max(target.vocab, target.intermediate, heads)
-    loading = target.hidden * widest * (8 if item == _FLOAT32 else _FLOAT32)
+    loading = target.largest * (8 if item == _FLOAT32 else _FLOAT32)
     kept = 0 if on_gpu else pair.draft.kept
     counted = Buffers(rotary, step, prefill, loading, 0, 0, kept, 0)
     slack = counted.total // 10 + (128 << 20 if on_gpu else 8 << 20)

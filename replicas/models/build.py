@@ -32,7 +32,7 @@ from replicas.models.decoder import JoinedDecoder, NotJoined
 from replicas.models.device_attention import paged_backend
 from replicas.models.layer_reading import layers_of
 from replicas.models.load_check import Finding, LoadCheck
-from replicas.models.own_layers import OwnProducts
+from replicas.models.own_layers import OwnProducts, is_part
 from replicas.models.paged_model import AttentionBackend, Output, PagedModel
 from replicas.models.reference import FINER
 
@@ -173,15 +173,18 @@ def _usual(
     decoder, layers = _joined(model, cache, prepack, backend, check)
     own: OwnProducts | None = None
     if on_host and exact and model.dtype is torch.float32:
-        if decoder is None:
+        if decoder is None and is_part(model):
+            shapes = None
+        elif decoder is None:
             check.trial(0)  # before the model's own layers compute in another way
             own = OwnProducts(model, prepack)
             shapes, rowwise, whole = own.shapes, own.rowwise, own.whole_vectors
         else:
             shapes, rowwise, whole = _shapes(decoder.products), decoder.rowwise, False
-        forms = {(layer.width, layer.soft_cap, layer.sinks) for layer in cache.needs}
-        arithmetic = prove(shapes, forms, rowwise, prepack, whole)
-        backend = HostBackend(cache, arithmetic)
+        if shapes is not None:
+            forms = {(layer.width, layer.soft_cap, layer.sinks) for layer in cache.needs}
+            arithmetic = prove(shapes, forms, rowwise, prepack, whole)
+            backend = HostBackend(cache, arithmetic)
     if own is not None:
         own.use(arithmetic)
     for product in decoder.products if decoder and on_host else ():

@@ -29,6 +29,8 @@ class ModelShape:
     vocab: int
     products: tuple[tuple[int, int, int], ...]
     """(times, in, out) of the weights that tokens are multiplied with."""
+    largest: int
+    """Numbers of the largest weight; of all experts of a layer, if they have more."""
 
     @classmethod
     def of(cls, config: Any) -> ModelShape:
@@ -45,7 +47,8 @@ class ModelShape:
             (1, hidden, config.vocab_size),
         )
         attention = uniform(layers, heads, kv_heads, head_dim)
-        return cls(attention, hidden, inner, config.vocab_size, products)
+        largest = hidden * max(config.vocab_size, inner, heads * head_dim)
+        return cls(attention, hidden, inner, config.vocab_size, products, largest)
 
     @classmethod
     def of_model(cls, model: PreTrainedModel) -> ModelShape:
@@ -57,6 +60,10 @@ class ModelShape:
             intermediate=_intermediate(config),
             vocab=config.vocab_size,
             products=tuple((1, fan_in, fan_out) for fan_in, fan_out in _products(model)),
+            largest=max(
+                sum(weight.numel() for weight in module.parameters(recurse=False))
+                for module in model.modules()
+            ),
         )
 
     @property

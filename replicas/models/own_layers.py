@@ -40,10 +40,6 @@ class OwnProducts:
             self._experts.append(products)
             self.whole_vectors = True
         parts = [module for module in model.modules() if id(module) not in inside]
-        if any("forward" in vars(module) for module in parts):
-            self.whole_vectors = True  # a rank's part: sums are finished elsewhere
-            self.rowwise = []
-            return
         for module in parts:
             if type(module) is nn.Linear:
                 product = Product.of(module.weight, module.bias, prepack)
@@ -109,6 +105,11 @@ class OwnProducts:
 
 def _key(weight: torch.Tensor) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
     return weight.data_ptr(), tuple(weight.shape), weight.stride()
+
+
+def is_part(model: PreTrainedModel) -> bool:
+    """Whether it is a rank's part of a model: sums are finished elsewhere."""
+    return any("forward" in vars(module) for module in model.modules())
 
 
 class _Counted(TorchFunctionMode):
