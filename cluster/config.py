@@ -13,6 +13,7 @@ from typing import Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from cluster.error_messages import joined, problems
+from cluster.parser_names import ReasoningParser, ToolCallParser
 from replicas.config import ReplicaConfig
 from scheduler.config import SchedulerConfig
 from scheduler.scaling import AutoscalingConfig
@@ -57,48 +58,6 @@ class PoolConfig(_Settings):
     def beat_s(self) -> float:
         """How often a replica and a frontend show that they live."""
         return self.lease_s / 3
-
-
-ReasoningParser = Literal[
-    "auto",
-    "none",
-    "deepseek_r1",
-    "deepseek_v3",
-    "glm4",
-    "glm45",
-    "gpt_oss",
-    "granite",
-    "hunyuan_a13b",
-    "kimi_k2",
-    "minimax_m2",
-    "mistral",
-    "olmo3",
-    "qwen3",
-    "seed_oss",
-    "step3",
-    "openai_gptoss",
-]
-"""The names of `cluster.frontend.reasoning`."""
-ToolCallParser = Literal[
-    "auto",
-    "deepseek_v3",
-    "deepseek_v31",
-    "glm4",
-    "glm45",
-    "gpt_oss",
-    "hermes",
-    "kimi_k2",
-    "llama3_json",
-    "mistral",
-    "mistral_json",
-    "pythonic",
-    "qwen3_coder",
-    "glm47",
-    "llama4_pythonic",
-    "openai",
-    "qwen3_xml",
-]
-"""The names of `cluster.frontend.tools`."""
 
 
 class FrontendConfig(_Settings):
@@ -200,6 +159,15 @@ class AuthConfig(_Settings):
         return self
 
 
+class AuditConfig(_Settings):
+    """Finished requests that are decoded again while replicas idle, to show that nothing but the
+    target had a part in their output."""
+
+    share: float = Field(
+        0.0, ge=0, le=1, description="Of the finished requests that are checked; 0 is none."
+    )
+
+
 class ActorsConfig(_Settings):
     """What the processes ask of Ray. CPUs are for Ray's bookkeeping and limit nothing."""
 
@@ -252,6 +220,7 @@ class ClusterConfig(_Settings):
     server: ServerConfig = ServerConfig()
     auth: AuthConfig = AuthConfig()
     actors: ActorsConfig = ActorsConfig()
+    audit: AuditConfig = AuditConfig()
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Self:
