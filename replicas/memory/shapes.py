@@ -41,4 +41,4 @@ class PairShape:
 
     def block_bytes(self, block_size: int, item: int) -> int:
         """What one block costs over all layers of all models; a number has `item` bytes."""
-        return sum(model.layers * model.kv_numbers for model in self.models) * block_size * item
+        return sum(model.kv_numbers for model in self.models) * block_size * item

@@ -295,5 +295,5 @@ def test_memory_is_planned_for_the_head_that_will_be_loaded(path: str) -> None:
     plan = plan_memory(settings, shape, CPU, loaded=True)
     assert shape.draft.model is not None
     assert shape.draft.model.layers == 1
-    layers = shape.target.layers * shape.target.kv_numbers + shape.draft.model.kv_numbers
+    layers = shape.target.kv_numbers + shape.draft.model.kv_numbers
     assert plan.block_bytes == 4 * 4 * layers
