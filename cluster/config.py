@@ -13,6 +13,7 @@ from typing import Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from cluster.error_messages import joined, problems
+from cluster.parser_names import ReasoningParser, ToolCallParser
 from replicas.config import ReplicaConfig
 from scheduler.config import SchedulerConfig
 from scheduler.scaling import AutoscalingConfig
@@ -86,6 +87,15 @@ class FrontendConfig(_Settings):
         "expression, a grammar) or the rendering of a chat template may take.",
     )
     bounded_mb_max: int = Field(512, ge=16, description="Memory that either may take.")
+    reasoning_parser: ReasoningParser = Field(
+        "auto",
+        description="How the target marks its reasoning; `auto` reads it from the chat template.",
+    )
+    tool_call_parser: ToolCallParser = Field(
+        "auto",
+        description="How the target writes calls of tools; `auto` lets the chat template write one "
+        "and reads it back.",
+    )
 
 
 class ServerConfig(_Settings):

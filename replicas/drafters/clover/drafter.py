@@ -22,9 +22,14 @@ from replicas.drafters.protocol import Drafter, DraftRequest, DraftSource, Obser
 from replicas.errors import PairRefused
 from replicas.invariant import Arithmetic
 from replicas.memory import DraftMemory, MemoryPlan
-from replicas.models.build import attention_over, cache_of, computes_on_host
-from replicas.models.loader import dtype_of, resolve
-from replicas.models.model_shape import ModelShape
+from replicas.models import (
+    ModelShape,
+    attention_over,
+    cache_of,
+    computes_on_host,
+    dtype_of,
+    resolve,
+)
 from replicas.sampling import guess
 from replicas.stopwatch import Stopwatch
 from replicas.transfers import upload

@@ -19,7 +19,7 @@ from replicas.drafters.clover.head_config import EMBEDDING, FIRST, HEAD, LATER
 from replicas.drafters.clover.weights import CloverHead
 from replicas.drafters.parts import joined_product, rotary_table, rotated
 from replicas.invariant import Product
-from replicas.models.paged_model import AttentionBackend
+from replicas.models import AttentionBackend
 
 
 @dataclass(frozen=True, slots=True)

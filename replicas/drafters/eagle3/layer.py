@@ -17,7 +17,7 @@ from replicas.drafters.eagle3.head_config import LAYER
 from replicas.drafters.eagle3.weights import Head
 from replicas.drafters.parts import joined_product, rotated
 from replicas.invariant import Product
-from replicas.models.paged_model import AttentionBackend, ForwardOptions, Output
+from replicas.models import AttentionBackend, ForwardOptions, Output
 
 
 class HeadLayer:
