@@ -131,7 +131,9 @@ class OnePassSource(DraftSource):
     def memory(self) -> DraftMemory:
         config, tensors = self.head.config, self.head.tensors.values()
         weights = sum(tensor.nbytes for tensor in tensors)
-        return DraftMemory(weights, ModelShape.of(config), len(config.aux_layers))
+        return DraftMemory(
+            weights, ModelShape.of(config), len(config.aux_layers), copies_context=True
+        )
 
     def load(self, config: ReplicaConfig, device: torch.device) -> OnePassSource:
         with head_of(self.name) as path:
