@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from replicas.models import ModelShape
 
 COPIED_MOST = 1 << 24
-"""Numbers, keys and values of one layer's context, that a drafter copies of several rows at once."""
+"""Numbers, keys and values of one layer's context, that a drafter copies at once of several
+rows."""
 
 
 @dataclass(frozen=True, slots=True)
