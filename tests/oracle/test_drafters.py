@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from itertools import takewhile
 
 import pytest
 import torch
@@ -18,15 +19,17 @@ import torch
 from benchmarks.shared.oracle import OracleDrafter
 from cluster.local.engine import REPLICA_ID, LocalEngine
 from replicas.config import ReplicaConfig
+from replicas.drafters import DraftRequest, Proposal
 from replicas.memory import plan_memory
 from replicas.replica import Replica
+from replicas.stopwatch import Stopwatch
 from scheduler.config import SchedulerConfig
 from scheduler.messages import Priority, ReplicaJoined, ReplicaLost, Request
 from tests.oracle.drafters import ORACLES, replica_of, toy_source
 from tests.oracle.worlds import conversations, sampled
 from tests.reference import plain_greedy
 from tests.replicas.pool import Failing
-from tests.tiny_pairs import pair_in, target_model, tiny_pair
+from tests.tiny_pairs import VOCAB, pair_in, target_model, tiny_pair, tiny_replica
 
 DRAFTERS = (
     *("none", "model", "suffix", "eagle3", "dflash", "dspark", "clover", "toy"),
@@ -159,6 +162,34 @@ def test_a_token_that_was_asked_for_and_not_drafted_counts_as_tried() -> None:
         assert sum(row.tried_at) == min(accepted + 1, row.asked_tokens)
         short += row.draft_tokens < row.asked_tokens
     assert short > len(rows) / 3
+
+
+class Clairvoyant(OracleDrafter):
+    """It knows what the target will choose, and ends a draft before an odd token."""
+
+    def propose(self, request: DraftRequest, watch: Stopwatch) -> Proposal:
+        proposal = super().propose(request, watch)
+        drafts = proposal.tokens.t().tolist()
+        lens = [
+            sum(1 for _ in takewhile(lambda token: token % 2 == 0, draft[:most]))
+            for draft, most in zip(drafts, proposal.lens, strict=True)
+        ]
+        self.cut += sum(proposal.lens) - sum(lens)
+        return Proposal(proposal.tokens, lens)
+
+    cut = 0
+
+
+def test_a_draft_that_is_cut_by_what_it_says_changes_no_sampled_token() -> None:
+    """Under rejection sampling it would: a token would be the likelier the less it is checked."""
+    requests, expected = world(True, "llama")
+    whole = [[*one.prompt, *tokens] for one, tokens in zip(requests, expected, strict=True)]
+    drafter = Clairvoyant(whole, 1.0, VOCAB, ragged=False)
+    engine = LocalEngine(tiny_replica("llama", drafter), SchedulerConfig(rows_max=8, draft_len=4))
+    outputs = engine.generate([replace(one, draft_len=None) for one in requests])
+    assert [output.tokens for output in outputs] == expected
+    assert drafter.cut > 100
+    assert sum(output.usage.accepted_tokens for output in outputs) > 50
 
 
 IN_BFLOAT16 = {"dtype": "bfloat16", "deterministic": True, "num_gpu_blocks_override": 512}

@@ -55,7 +55,7 @@ def drafter_in_float64(source: DraftSource) -> Any:
     shape = dataclasses.replace(tiny_pair("llama"), draft=source).shape
     plan = plan_memory(config, shape, CPU, loaded=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(device_attention, "_try_out", lambda backend: None)  # it knows no float64
+        patch.setattr(device_attention, "_try_out", lambda *_: None)  # it knows no float64
         return source.drafter(plain_target(), config, plan)
 
 

@@ -50,11 +50,14 @@ class Caller:
     @classmethod
     def from_headers(cls, headers: Iterable[tuple[str, str | bytes]], address: str) -> Caller:
         """Names of headers in lower case; `address` is the peer's."""
-        authorization, forwarded = [], False
+        authorization, keys, forwarded = [], [], False
         for name, value in headers:
             if name == "authorization" and isinstance(value, str):
                 authorization.append(value)
+            elif name == "x-api-key" and isinstance(value, str):  # as Anthropic's clients send it
+                keys.append(f"Bearer {value}")
             forwarded |= name in _FORWARDED
+        authorization = authorization or keys
         return cls(tuple(authorization), address, forwarded)
 
     @property

@@ -102,7 +102,7 @@ class CloverLayers:
         config, cache = self.config, self.backend.cache
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
         dim = config.head_dim
-        attention = self.backend.begin(layout, heads + 2 * kv_heads)
+        attention = self.backend.begin(layout)
         positions = layout.positions[: x.shape[0]]
         cos, sin = self._cos[positions][:, None], self._sin[positions][:, None]
         for number, layer in enumerate(self._layers):

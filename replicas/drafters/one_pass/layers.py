@@ -20,10 +20,8 @@ from replicas.drafters.one_pass.weights import OnePassHead
 from replicas.drafters.parts import joined_product, rotary_table, rotated
 from replicas.invariant import Product
 from replicas.kv_cache import PagedCache
+from replicas.memory import COPIED_MOST
 from replicas.transfers import upload
-
-_GATHERED_MOST = 1 << 26
-"""Numbers, keys and values of one layer's context, that rows copy together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +152,7 @@ class OnePassLayers:
     def _parts(self, starts: Sequence[int]) -> Iterator[tuple[slice, int]]:
         """Rows whose context is copied together, and how far the longest of them reaches."""
         numbers = max(1, 2 * self._kv_heads * self.config.head_dim * max(starts))
-        together = max(1, _GATHERED_MOST // numbers)
+        together = max(1, COPIED_MOST // numbers)
         for begin in range(0, len(starts), together):
             yield slice(begin, begin + together), max(starts[begin : begin + together])
 

@@ -265,7 +265,7 @@ def test_memory_is_planned_for_the_head_that_will_be_loaded(path: str) -> None:
     shape = dataclasses.replace(tiny_pair("llama"), draft=source).shape
     plan = plan_memory(config, shape, CPU, loaded=True)
     assert shape.draft.model is not None
-    layers = shape.target.layers * shape.target.kv_numbers + 2 * shape.draft.model.kv_numbers
+    layers = shape.target.kv_numbers + shape.draft.model.kv_numbers
     assert plan.block_bytes == 4 * 4 * layers
     split = config.model_copy(update={"tensor_parallel": 2})
     with pytest.raises(PairRefused, match=r"^speculative_config.model: .*tensor_parallel: "):

@@ -117,7 +117,7 @@ def test_logits_are_those_of_the_equations(
 ) -> None:
     """Within 1e-9 in float64, of rows of several lengths: after prefill in chunks, steps with and
     without drafts, and a batch that failed; a block is written nowhere."""
-    monkeypatch.setattr(layers_module, "_GATHERED_MOST", 2000)  # rows go in several parts
+    monkeypatch.setattr(layers_module, "COPIED_MOST", 2000)  # rows go in several parts
     path = save_one_pass(tmp_path, TARGET, whole, **tensors)
     head, rows = plain(path, whole, meaning), told_rows(path, (1, 2, 9, 23), monkeypatch)
 
@@ -356,5 +356,9 @@ def test_memory_is_planned_for_the_head_that_will_be_loaded(tmp_path: Path) -> N
     shape = dataclasses.replace(tiny_pair("llama"), draft=source).shape
     plan = plan_memory(config, shape, CPU, loaded=True)
     assert shape.draft.model is not None
-    layers = shape.target.layers * shape.target.kv_numbers + 2 * shape.draft.model.kv_numbers
+    layers = shape.target.kv_numbers + shape.draft.model.kv_numbers
     assert plan.block_bytes == 4 * 4 * layers
+    less = dataclasses.replace(shape.draft, copies_context=False)
+    plain = plan_memory(config, dataclasses.replace(shape, draft=less), CPU, loaded=True)
+    row = plan.pair.context_len * shape.draft.model.kv_numbers
+    assert plan.buffers.step - plain.buffers.step == 3 * 4 * min(plan.work.rows * row, 1 << 24)

@@ -140,9 +140,9 @@ def test_a_gather_by_head_has_each_rows_blocks_in_the_order_that_attention_reads
     ranges = [(0, 9), (0, 4), (2, 15)]
     layout = ranges_layout(table, ranges, SHAPE, AS_IT_IS)
     cache.write(1, layout.slots, torch.randn(26, 2, 2, 3).to(dtype))
-    runs = cache.runs(table.numpy())
+    runs = cache.runs(table.numpy(), SHAPE.kv_heads)
     assert len(runs) == 3 * 2 * 2 * table.shape[1]
-    out = cache.room(len(runs))
+    out = cache.room(len(runs), 12)
     cache.gather(1, runs, out)
     expected = cache.layers[1][table].permute(0, 4, 3, 1, 2, 5)
     assert torch.equal(out.view(expected.shape), expected)
@@ -153,10 +153,10 @@ def test_a_gather_by_head_has_each_rows_blocks_in_the_order_that_attention_reads
 
 def test_the_standing_buffer_grows_as_needed_and_serves_smaller_passes() -> None:
     cache = PagedCache(SHAPE, 1, 8, torch.float32, CPU, by_head=True)
-    small, large = cache.room(3), cache.room(10)
+    small, large = cache.room(3, 12), cache.room(10, 12)
     assert (small.shape, large.shape) == ((3, 12), (10, 12))
-    assert cache.room(10).data_ptr() == cache.room(4).data_ptr() == large.data_ptr()
-    assert cache.room(4).shape == (4, 12)
+    assert cache.room(10, 12).data_ptr() == cache.room(4, 12).data_ptr() == large.data_ptr()
+    assert cache.room(4, 12).shape == (4, 12)
 
 
 @pytest.mark.parametrize("by_head", [True, False])
