@@ -46,16 +46,20 @@ class Caller:
     """IP address of the peer without port; empty where the transport does not tell."""
     forwarded: bool = False
     """Whether a header says that the peer passes on a call of another machine."""
+    traceparent: str = ""
+    """Of W3C's Trace Context, as it came."""
 
     @classmethod
     def from_headers(cls, headers: Iterable[tuple[str, str | bytes]], address: str) -> Caller:
         """Names of headers in lower case; `address` is the peer's."""
-        authorization, forwarded = [], False
+        authorization, forwarded, traceparent = [], False, ""
         for name, value in headers:
             if name == "authorization" and isinstance(value, str):
                 authorization.append(value)
             forwarded |= name in _FORWARDED
-        return cls(tuple(authorization), address, forwarded)
+            if name == "traceparent" and isinstance(value, str):
+                traceparent = value
+        return cls(tuple(authorization), address, forwarded, traceparent)
 
     @property
     def on_loopback(self) -> bool:
