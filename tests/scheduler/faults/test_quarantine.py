@@ -216,6 +216,17 @@ def test_it_may_come_back_to_that_replica_once_it_has_gone_on_elsewhere(goes_on:
     assert [name for name in "rt" if hand.in_flight(name)] == ["r" if goes_on else "t"]
 
 
+def test_where_it_failed_before_it_went_on_counts_no_more_when_it_fails_again() -> None:
+    hand = crowd(1)
+    hand.join("s")
+    hand.fail(hand.in_flight()[0])
+    hand.work(2, "s")
+    assert not any(sequence.quarantined for sequence in hand.sequences())
+    hand.join("t")
+    hand.fail(hand.in_flight("s")[0])
+    assert [name for name in "rst" if hand.in_flight(name)] == ["r"]
+
+
 @pytest.mark.parametrize("by_batch", [True, False])
 def test_rows_of_both_batches_go_into_quarantine_but_not_if_their_replica_left_by_itself(
     by_batch: bool,
