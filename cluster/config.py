@@ -162,7 +162,15 @@ class ActorsConfig(_Settings):
         description="Where Ray places the ranks of a replica with tensor_parallel, as a placement "
         "group: all on one machine, or with PACK on as few as it takes.",
     )
-    frontend_cpus: float = Field(0.0, ge=0, description="Per frontend.")
+    frontend_cpus: float = Field(
+        0.01, ge=0, description="Per frontend. Ray spreads only what asks for something over nodes."
+    )
+    surge: bool | None = Field(
+        None,
+        description="Whether a change starts a new replica beside the one that it replaces. If "
+        "not, the old one ends first, and while none is there new requests are refused. Null: "
+        "yes without GPUs; else if Ray knows a free GPU for it at deploy time.",
+    )
     start_s: float = Field(
         600.0,
         gt=0,

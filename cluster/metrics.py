@@ -59,7 +59,7 @@ METRICS: Mapping[str, Metric] = {
         "Gauge", "Tokens that accepted requests are still expected to commit."
     ),
     "lockstep_running_requests": Metric("Gauge", "Requests that are on a replica."),
-    "lockstep_replicas": Metric("Gauge", "Replicas that have joined the pool."),
+    "lockstep_replicas": Metric("Gauge", "Replicas that take requests; one that drains is none."),
     "lockstep_kv_blocks": Metric("Gauge", "KV blocks of all replicas."),
     "lockstep_kv_blocks_free": Metric("Gauge", "Free KV blocks of all replicas."),
     "lockstep_acceptance": Metric(
@@ -161,7 +161,7 @@ def gauges(status: PoolStatus) -> dict[str, float]:
         "lockstep_waiting_tokens": status.waiting_tokens,
         "lockstep_outstanding_tokens": status.outstanding_tokens,
         "lockstep_running_requests": status.live - status.waiting,
-        "lockstep_replicas": len(status.replicas),
+        "lockstep_replicas": status.serving,
         "lockstep_kv_blocks": blocks,
         "lockstep_kv_blocks_free": blocks - used,
         "lockstep_acceptance": figures.acceptance,

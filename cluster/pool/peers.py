@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cluster.metrics import PoolMeter
-from cluster.pool.protocol import FrontendMessage, PoolPort, PoolState, WorkerMessage
+from cluster.pool.protocol import FrontendMessage, PoolPort, PoolState, Successor, WorkerMessage
 from cluster.transport import Stream
 from scheduler.messages import (
     Action,
@@ -41,6 +41,12 @@ class WorkerPeer:
     heard_s: float
     batches: dict[int, Batch] = field(default_factory=dict)
     """Dispatched and not answered."""
+    successor: Successor | None = None
+    """Of a replica that wants to go."""
+    going_s: float = 0.0
+    """Since when it does."""
+    held: bool = False
+    """It stays, since no other one is there."""
     draining: bool = False
     stream: Stream | None = None
     """None until its worker has opened it."""

@@ -56,6 +56,23 @@ def placement(config: ClusterConfig, gpus: float) -> dict[str, Any]:
     }
 
 
+def surging(config: ClusterConfig, gpus: float) -> ClusterConfig:
+    """The settings with `actors.surge` decided. Where there is no GPU for one replica more, a new
+    one would wait for ever beside those that it is to replace."""
+    surge = config.actors.surge
+    if surge is None:
+        known = ray.cluster_resources().get("GPU", 0.0) if gpus and ray.is_initialized() else 0.0
+        wanted = gpus * config.replica.tensor_parallel * (config.replicas_max + 1)
+        surge = wanted <= known
+    actors = config.actors.model_copy(update={"surge": surge})
+    return config.model_copy(update={"actors": actors})
+
+
+def surge_percent(config: ClusterConfig) -> int:
+    """Of Serve's: so many of the replicas more during a change; here one, as Serve rounds up."""
+    return max(1, 100 // config.replicas_max) if config.actors.surge else 0
+
+
 def sharing_gpus(config: ClusterConfig, gpus: float) -> ClusterConfig:
     """The first of several replicas on one GPU must leave the others their part of its memory."""
     if not 0 < gpus < 1 or config.replica.gpu_share is not None:

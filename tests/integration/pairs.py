@@ -11,7 +11,7 @@ from tests.cluster.fakes import EOS, VOCAB, tokenizer
 from tests.tiny_pairs import SHAPE
 
 
-def write_pair(directory: Path, positions: int = 512) -> tuple[Path, Path]:
+def write_pair(directory: Path, positions: int = 512, seed: int = 7) -> tuple[Path, Path]:
     """(target, draft); the draft is a perturbed copy, so that acceptance is neither 0 nor 1."""
     encoder = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer(), bos_token="<s>", eos_token="</s>"
@@ -19,7 +19,7 @@ def write_pair(directory: Path, positions: int = 512) -> tuple[Path, Path]:
     own = {"vocab_size": VOCAB, "max_position_embeddings": positions}
     config = LlamaConfig(**SHAPE | own | {"bos_token_id": 0, "eos_token_id": EOS})
     with torch.random.fork_rng():
-        torch.manual_seed(7)
+        torch.manual_seed(seed)
         target = LlamaForCausalLM(config)
         draft = LlamaForCausalLM(config)
         draft.load_state_dict(target.state_dict())

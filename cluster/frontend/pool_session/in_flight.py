@@ -42,7 +42,8 @@ class InFlightRequest:
     recovered: int = 0
     first_s: float = 0.0
     """When the first new token came; 0 before."""
-    unreachable: bool = False
+    cut: str = ""
+    """Why it ends here though it could go on elsewhere."""
     shard: int = 0
     """The shard that it was handed to."""
 
