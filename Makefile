@@ -103,7 +103,7 @@ bench: $(SETUP)  ## the figures of the README (over half an hour on two cores)
 bench-scheduler: $(SETUP)  ## the scheduler's share of them
 	$(BIN)/python -m benchmarks.scheduler --json $(RESULTS)/scheduler.json
 
-SIMULATE = $(BIN)/lockstep simulate --batch-size 8
+SIMULATE = $(BIN)/lockstep simulate --rows-max 8
 SHORT_ROWS = --prompt-tokens 50..300 --new-tokens 64..192
 ONE_AND_FOUR = --shards 1 --shards 4
 SIMULATED = $(RESULTS)/simulate

@@ -1,6 +1,6 @@
 """The composition root: Serve's deployments and the actors of ranks.
 
-`build` is what `serve run cluster.app:build target=...` and Serve config files name;
+`build` is what `serve run cluster.app:build replica.target=...` and Serve config files name;
 `cluster.run` is the same for the command line. `cluster.pool.ray_pool` makes the pools' actors.
 """
 

@@ -29,14 +29,17 @@ _NODES_MAX = 8
 def check_files(config: ClusterConfig) -> None:
     """Paths of models that are none, and the file of keys, on this machine. Raises ConfigError."""
     replica = config.replica
-    for name, model in (("target", replica.target), ("draft", replica.drafting.model)):
+    for name, model in (
+        ("replica.target", replica.target),
+        ("replica.speculative_config.model", replica.drafting.model),
+    ):
         if model and model.startswith(("/", "./", "../", "~")) and not Path(model).exists():
             raise ConfigError(f"{name}: {model}: no such file or directory")
     if config.auth.keys_file is not None:
         try:
             keys.read(Path(config.auth.keys_file))
         except OSError as error:
-            raise ConfigError(f"keys_file: {error}") from None
+            raise ConfigError(f"auth.keys_file: {error}") from None
 
 
 def check_pair(config: ClusterConfig) -> None:
@@ -51,9 +54,9 @@ def check_pair(config: ClusterConfig) -> None:
     replica = config.planned_replica
     try:
         pair = read_pair(replica)
-        given = (replica.memory, replica.kv_blocks, replica.kv_memory_mb)
+        sized = replica.memory is not None or replica.num_gpu_blocks_override is not None
         # What is free on a GPU says nothing while what is to be replaced is still there.
-        if replica.device == "cpu" or any(size is not None for size in given):
+        if replica.device == "cpu" or sized:
             device = "cpu" if replica.device == "auto" else replica.device
             plan_memory(replica, pair.shape, torch.device(device), loaded=False)
     except (PairRefused, TooLittleMemory, OSError, ValueError) as error:
@@ -118,5 +121,5 @@ def check_port(name: str, host: str, port: int) -> None:
 def check_ports(config: ClusterConfig) -> None:
     """Those of this machine's proxies. Raises ConfigError."""
     server = config.server
-    check_port("http_port", server.http_host, server.http_port)
-    check_port("grpc_port", "0.0.0.0", server.grpc_port)
+    check_port("server.http_port", server.http_host, server.http_port)
+    check_port("server.grpc_port", "0.0.0.0", server.grpc_port)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import typing
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -54,10 +55,10 @@ class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
-def validated(model: type[_M], fields: dict[str, Any]) -> _M:
-    """Raises InvalidRequest, which names the field."""
+def validated(model: type[_M], fields: dict[str, Any], context: object = None) -> _M:
+    """Raises InvalidRequest, which names the field. `context`: for the model's own validators."""
     try:
-        return model.model_validate(fields)
+        return model.model_validate(fields, context=context)
     except ValidationError as error:
         said = joined(problems(error, model, given=fields))
         field, colon, reason = said.partition(": ")
@@ -73,22 +74,22 @@ def joined(found: Iterable[tuple[str, str]]) -> str:
 def problems(
     error: ValidationError,
     model: type[BaseModel],
-    more: Iterable[str] = (),
+    instead: Mapping[str, str] = MappingProxyType({}),
     values: bool = True,
     given: dict[str, Any] | None = None,
 ) -> tuple[tuple[str, str], ...]:
     """The place of each error, as "replica.dtype", and what is wrong there.
 
-    `model`: what was validated, or a list of it. `more`: names that are allowed at the top beside
-    its own. `values`: whether wrong values and unknown names are shown. `given`: what was
-    validated, needed where a place may hold one of several kinds of value: pydantic names the kind
-    among the place's parts, and says of each kind why the value is none of it.
+    `model`: what was validated, or a list of it. `instead`: by the places of unknown
+    names, what to use. `values`: whether wrong values and unknown names are shown. `given`: what
+    was validated, needed where a place may hold one of several kinds of value: pydantic names the
+    kind among the place's parts, and says of each kind why the value is none of it.
     """
     found: dict[tuple[str | int, ...], dict[str, str]] = {}
     for item in error.errors():
         place = item["loc"] if given is None else _place(item["loc"], model, given)
         shown = f", is {shown_value(item['input'])}" if values else ""
-        reason, is_rule = _reason(dict(item), place, model, more)
+        reason, is_rule = _reason(dict(item), place, model, instead)
         if not values and item["type"] == "extra_forbidden":
             place = (*place[:-1], "***")
         found.setdefault(place, {})[reason] = shown if is_rule else ""
@@ -125,9 +126,9 @@ def _place(loc: Sequence[str | int], model: type[BaseModel], given: Any) -> tupl
     return tuple(place)
 
 
-def did_you_mean(name: str, allowed: Iterable[str]) -> str:
+def did_you_mean(name: str, allowed: Iterable[str], nearness: float = 0.6) -> str:
     """A question with the nearest name, to stand behind a sentence; empty if none is near."""
-    near = difflib.get_close_matches(name[:_VALUE_CHARS_MAX], list(allowed), n=1, cutoff=0.6)
+    near = difflib.get_close_matches(name[:_VALUE_CHARS_MAX], list(allowed), n=1, cutoff=nearness)
     return f"; did you mean {near[0]}?" if near else ""
 
 
@@ -138,15 +139,17 @@ def shown_value(value: Any) -> str:
 
 
 def _reason(
-    item: dict[str, Any], place: Sequence[str | int], model: type[BaseModel], more: Iterable[str]
+    item: dict[str, Any],
+    place: Sequence[str | int],
+    model: type[BaseModel],
+    instead: Mapping[str, str],
 ) -> tuple[str, bool]:
     """What is wrong, and whether the value belongs behind it."""
     kind, context = item["type"], item.get("ctx", {})
     if kind == "extra_forbidden":
-        names = list(_fields(model, place[:-1]))
-        if len(place) == 1:
-            names += more
-        return "unknown name" + did_you_mean(str(place[-1]), names), False
+        if use := instead.get(".".join(map(str, place))):
+            return f"unknown name; use {use}", False
+        return "unknown name" + did_you_mean(str(place[-1]), _fields(model, place[:-1])), False
     if kind == "missing":
         return "must be given", False
     if kind in ("value_error", "assertion_error"):

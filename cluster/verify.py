@@ -149,14 +149,16 @@ def just_enough(
     config: ReplicaConfig, scheduler: SchedulerConfig, text: TargetText, requests: Sequence[Request]
 ) -> ReplicaConfig:
     """Memory for these requests only, where none is given: a second copy of the target must fit."""
-    if any(given is not None for given in (config.kv_blocks, config.kv_memory_mb, config.memory)):
+    if config.memory is not None or config.num_gpu_blocks_override is not None:
         return config
     lengths = sorted((request.length_max for request in requests), reverse=True)
     at_once = lengths[: 2 * scheduler.rows_max]
     return config.model_copy(
         update={
             "context_len": min(text.context_len, lengths[0]),
-            "kv_blocks": sum(blocks_needed(length, config.block_size) for length in at_once),
+            "num_gpu_blocks_override": sum(
+                blocks_needed(length, config.block_size) for length in at_once
+            ),
         }
     )
 

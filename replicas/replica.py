@@ -17,7 +17,7 @@ from replicas.calibration import calibrated, probe
 from replicas.config import ReplicaConfig
 from replicas.cuda import GraphedModel, buckets
 from replicas.decoding import DecodingRows, RowState, load_grammars
-from replicas.drafters import Drafter, DraftRequest, Observation
+from replicas.drafters import Drafter, DraftRequest, DraftSource, Observation
 from replicas.eqspec import step
 from replicas.fingerprint import fingerprint
 from replicas.grammars import Grammars
@@ -95,7 +95,7 @@ class Replica:
             context_len=pair.context_len,
             vocab_size=pair.vocab_size,
             embedding_size=self.target.vocab,
-            **_drafting(config, plan, drafter),
+            **_drafting(config, plan, drafter, pair.draft),
             rows_max=plan.rows_max,
             prefix_sharing=config.prefix_sharing,
             target=name,
@@ -347,12 +347,16 @@ def _plan(pair: Pair, config: ReplicaConfig) -> MemoryPlan:
     return plan_memory(config, pair.shape, pair.device, loaded=True, passes=measured)
 
 
-def _drafting(config: ReplicaConfig, plan: MemoryPlan, drafter: Drafter | None) -> dict[str, Any]:
+def _drafting(
+    config: ReplicaConfig, plan: MemoryPlan, drafter: Drafter | None, source: DraftSource | None
+) -> dict[str, Any]:
     """What a ReplicaSpec says of the drafter."""
     if drafter is None:
         return {"draft_len_max": 0}
     said = config.drafting
     most = plan.draft_len_max(said.num_speculative_tokens or DRAFT_LEN_MAX)
+    if source is not None and source.draft_len_max is not None:
+        most = min(most, source.draft_len_max)
     return {
         "draft": drafter.name,
         "drafter": said.method,

@@ -157,12 +157,7 @@ def verify(
 
 
 @main.command(cls=SectionedCommand)
-@with_settings(
-    "replica",
-    "scheduler.draft_len_max",
-    renamed={"replica.plan_rows": "rows", "replica.plan_draft_len": "draft-len"},
-    model=True,
-)
+@with_settings("replica", "scheduler.draft_len_max", model=True)
 def plan(
     settings: Any,
     as_json: Annotated[bool, typer.Option("--json", help="As JSON, in bytes.")] = False,
@@ -224,7 +219,8 @@ def demo(
     """Start a cluster, stream eight answers, compare them with plain decoding, stop everything."""
     from cluster.cli.demo import run_demo
 
-    given = {"replicas": replicas, "grpc_port": grpc_port, "http_port": http_port}
+    ports = {"server.grpc_port": grpc_port, "server.http_port": http_port}
+    given = {"replicas": replicas, **ports}
     with _errors():
         settings = from_args({name: value for name, value in given.items() if value is not None})
     raise typer.Exit(run_demo(settings, max_new_tokens, verbose))

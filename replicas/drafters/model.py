@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, PreTrainedModel
 
-from replicas.config import ReplicaConfig
+from replicas.config import DRAFTING_FIELD, ReplicaConfig
 from replicas.cuda import GraphedModel
 from replicas.drafters.protocol import Drafter, DraftRequest, DraftSource, Observation, Proposal
 from replicas.errors import PairRefused
@@ -133,8 +133,8 @@ class ModelSource(DraftSource):
         """For a target of this config. Raises PairRefused, or OSError for a name not found."""
         name = config.drafting.model
         assert name is not None
-        path = resolve(name, "draft", field=config.drafting_field)
-        of_model = load_config(path, config, config.drafting_field)
+        path = resolve(name, "draft", field=DRAFTING_FIELD)
+        of_model = load_config(path, config, DRAFTING_FIELD)
         vocab_size = _check_vocabularies(resolve(config.target), path, config)
         model = without_storage(of_model, config)
         return cls(name, model, min(vocab_size, of_model.vocab_size))
@@ -144,9 +144,9 @@ class ModelSource(DraftSource):
         return DraftMemory(weight_bytes(self.model), ModelShape.of(self.model.config))
 
     def load(self, config: ReplicaConfig, device: torch.device) -> ModelSource:
-        path = resolve(self.name, "draft", dtype_name(config), config.drafting_field)
+        path = resolve(self.name, "draft", dtype_name(config), DRAFTING_FIELD)
         # A planted draft always follows the map: acceptance is the target's business.
-        model = load_model(path, config, device, 1.0, config.drafting_field)
+        model = load_model(path, config, device, 1.0, DRAFTING_FIELD)
         return replace(self, model=model)
 
     def drafter(self, target: PreTrainedModel, config: ReplicaConfig, plan: MemoryPlan) -> Drafter:

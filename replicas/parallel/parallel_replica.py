@@ -206,7 +206,7 @@ def _lead(config: ReplicaConfig, store: Store, ranks: Ranks) -> ParallelReplica:
     _form_group(config, 0, store)
     pair = load_pair(config)
     # The rank with the least room decides: all of them cut batches alike.
-    share = config.gpu_share or 1.0
+    share = config.gpu_memory_utilization or 1.0
     free = min(free_bytes(device, share), *_loaded(ranks, int, _LOAD_S))
     plan = plan_memory(config, pair.shape, device, loaded=True, free=free)
     drafter = pair.drafter(config, plan)
@@ -244,7 +244,7 @@ def load_rank(
     rank_0.send(True)
     _form_group(config, rank, store)
     pair = load_pair(config, dataclasses.replace(read_pair(config), draft=None))
-    rank_0.send(free_bytes(device, config.gpu_share or 1.0))
+    rank_0.send(free_bytes(device, config.gpu_memory_utilization or 1.0))
     start: _Start = rank_0.receive(_Start, _LOAD_S)
     drafter = None if start.drafter is None else FollowingDrafter(*start.drafter)
     replica = Replica(pair, config, start.plan, drafter)

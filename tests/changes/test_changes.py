@@ -27,7 +27,7 @@ from replicas.config import ReplicaConfig
 from tests.chaos.hosted import HostedCluster, Plan
 from tests.free_ports import free_port
 from tests.integration.conftest import plainly
-from tests.integration.pairs import write_pair
+from tests.integration.pairs import pair_settings, write_pair
 
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv-clients" / "bin" / "python"
@@ -70,14 +70,7 @@ class Shipped:
         data["proxy_location"] = "HeadOnly"  # as the rig starts it
         data["http_options"]["port"], data["grpc_options"]["port"] = free_port(), free_port()
         args = data["applications"][0]["args"]
-        target, draft = self.pairs[0]
-        args["replica"] |= {
-            "target": str(target),
-            "draft": str(draft),
-            "device": "cpu",
-            "kv_memory_mb": 16,
-            "torch_threads": 1,
-        }
+        args["replica"] |= {**pair_settings(*self.pairs[0]), "device": "cpu", "torch_threads": 1}
         args["actors"] = {"drain_s": GRACE_S, "replica_cpus": 0.05}
         args["server"] = {"served_model_name": "tiny"}
         self._data = data
@@ -94,8 +87,8 @@ class Shipped:
     def plan(self, data: dict[str, Any]) -> Plan:
         args = data["applications"][0]["args"]
         http, grpc = (data[name]["port"] for name in ("http_options", "grpc_options"))
-        ports = {"grpc_port": grpc, "http_port": http}
-        return Plan(from_args(args | ports), cpus=2, declared=data)
+        server = args["server"] | {"grpc_port": grpc, "http_port": http}
+        return Plan(from_args(args | {"server": server}), cpus=2, declared=data)
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +103,7 @@ def right(shipped: Shipped) -> list[list[str]]:
 
     texts = []
     for target, draft in shipped.pairs:
-        replica = ReplicaConfig(target=str(target), draft=str(draft), device="cpu")
+        replica = ReplicaConfig(**pair_settings(target, draft), device="cpu")
         text = TargetText.load(replica)
         tokens = plainly(replica, PROMPTS, TOKENS)
         texts.append([text.tokenizer.decode(each) for each in tokens])
@@ -177,8 +170,8 @@ def test_a_change_of_the_shipped_configuration_costs_no_call(
     change(hosted, shipped.changed())
     target, draft = shipped.pairs[1]
     changed = {
-        "drafter": shipped.changed(replica={"draft": None, "speculative": {"method": "suffix"}}),
-        "target": shipped.changed(replica={"target": str(target), "draft": str(draft)}),
+        "drafter": shipped.changed(replica={"speculative_config": {"method": "suffix"}}),
+        "target": shipped.changed(replica=pair_settings(target, draft)),
         "replicas": shipped.changed({"replicas": 3}),
         "frontends": shipped.changed(frontend={"number": 3}),
     }[what]
@@ -204,7 +197,7 @@ def test_what_no_node_could_serve_leaves_all_as_it_is(
     with load(hosted, tmp_path / "calls") as seen:
         hosted.declare(shipped.changed(replica={"target": "/models/none"}))
         hosted.wait_for_state(lambda status, *_: status == "DEPLOY_FAILED", BOUND_S)
-        assert "target: /models/none: no such file or directory" in hosted.state()[1]
+        assert "replica.target: /models/none: no such file or directory" in hosted.state()[1]
     assert not seen.lost, seen.lost[:3]
     assert (hosted.processes("replica"), hosted.processes("frontend")) == before
 
@@ -215,9 +208,9 @@ def test_without_a_place_for_a_second_replica_calls_are_answered_or_told_when_to
 ) -> None:
     alone: Settings = {"actors": {"surge": False, "drain_s": GRACE_S, "replica_cpus": 0.05}}
     target, draft = shipped.pairs[1]
-    models = {"target": str(target), "draft": str(draft)}
+    models = pair_settings(target, draft)
     if what == "drafter":
-        models = {"draft": None, "speculative": {"method": "suffix"}}
+        models = {"speculative_config": {"method": "suffix"}}
     change(hosted, shipped.changed({"replicas": 1, **alone}))
     with load(hosted, tmp_path / "calls") as seen:
         change(hosted, shipped.changed({"replicas": 1, **alone}, replica=models))

@@ -6,6 +6,7 @@ by `make test-clients`.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -41,6 +42,9 @@ class Served:
 Run = Callable[..., str]
 
 
+DRAFTER = json.dumps({"method": "draft_model", "model": "tiny"})
+
+
 @pytest.fixture(scope="session")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("served")
@@ -49,7 +53,15 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     (target / "chat_template.jinja").write_text(HERMES_TEMPLATE)
     ports = free_port(), free_port()
     arguments = [
-        *(str(target), "--draft", "tiny", "--served-model-name", NAME, "--device", "cpu"),
+        *(
+            str(target),
+            "--speculative-config",
+            DRAFTER,
+            "--served-model-name",
+            NAME,
+            "--device",
+            "cpu",
+        ),
         *("--verbose", "--http-port", str(ports[0]), "--grpc-port", str(ports[1])),
     ]
     with lockstep_serve(arguments, folder / "serve.log"):

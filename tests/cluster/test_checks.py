@@ -13,28 +13,31 @@ from cluster import checks
 from cluster.checks import check_on_nodes, check_pair
 from cluster.config import ClusterConfig, ConfigError
 from cluster.config_sources import from_args
-from tests.integration.pairs import write_pair
+from tests.integration.pairs import pair_settings, write_pair
 
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     target, draft = write_pair(tmp_path_factory.mktemp("pair"))
-    return {"target": str(target), "draft": str(draft), "device": "cpu", "kv_memory_mb": 16}
+    return {**pair_settings(target, draft), "device": "cpu"}
 
 
 def test_a_pair_that_fits_has_nothing_to_be_said_of(pair: dict[str, Any]) -> None:
-    check_pair(from_args(pair))
+    check_pair(from_args({"replica": pair}))
+
+
+NONE = {"method": "draft_model", "model": "/models/none"}
 
 
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"target": "/models/none"}, "target: /models/none: no such file or directory"),
-        ({"draft": "/models/none"}, "draft: /models/none: no such file or directory"),
-        ({"keys_file": "/models/none"}, "keys_file: .*No such file or directory"),
+        ({"target": "/models/none"}, "replica.target: /models/none: no such file or directory"),
+        ({"speculative_config": NONE}, "speculative_config.model: /models/none: no such file"),
         ({"context_len": 100_000}, "context_len: 100000 is over the target's own limit"),
-        ({"kv_memory_mb": None, "memory": "2MiB"}, "least"),
-        ({"draft": None, "speculative": {"method": "eagle3", "model": "TARGET"}}, "served is one layer"),
+        ({"num_gpu_blocks_override": None, "memory": "2MiB"}, "least"),
+        # A whole model is no head.
+        ({"speculative_config": {"method": "eagle3", "model": "TARGET"}}, "served is one layer"),
     ],
 )
 def test_what_does_not_fit_is_refused_without_its_weights(
@@ -42,11 +45,17 @@ def test_what_does_not_fit_is_refused_without_its_weights(
 ) -> None:
     monkeypatch.setattr("replicas.models.loader.load_model", None)
     given = {**pair, **wrong}
-    if isinstance(given.get("speculative"), dict):
-        # A whole model is no head.
-        given["speculative"] = {**given["speculative"], "model": pair["target"]}
+    drafting = given["speculative_config"]
+    if drafting["model"] == "TARGET":
+        given["speculative_config"] = {**drafting, "model": pair["target"]}
     with pytest.raises(ConfigError, match=said):
-        check_pair(from_args(given))
+        check_pair(from_args({"replica": given}))
+
+
+def test_a_file_of_keys_that_cannot_be_read_is_named(pair: dict[str, Any]) -> None:
+    config = from_args({"replica": pair, "auth": {"keys_file": "/models/none"}})
+    with pytest.raises(ConfigError, match=r"auth\.keys_file: .*No such file or directory"):
+        check_pair(config)
 
 
 # --------------------------------------------------------------------------- nodes
@@ -110,5 +119,5 @@ def test_settings_are_refused_where_every_node_that_answers_refuses_them(
 def test_only_nodes_that_could_hold_a_replica_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     nodes = Nodes(monkeypatch, {"head": "no models here", "worker": ""})
     nodes.resources = {"head": {"CPU": 8.0}, "worker": {"CPU": 4.0, "GPU": 1.0}}
-    check_on_nodes(from_args({"device": "cuda"}))
+    check_on_nodes(from_args({"replica": {"device": "cuda"}}))
     assert nodes.asked == ["worker"]

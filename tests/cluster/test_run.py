@@ -238,9 +238,11 @@ def test_a_taken_port_and_a_missing_model_are_named_before_ray_begins(
         other.bind(("127.0.0.1", ports["grpc_port"]))
         other.listen()
         with pytest.raises(StartFailed, match=f"grpc_port: port {ports['grpc_port']} of .* in use"):
-            ClusterRun(from_args(ports)).deploy(APPLICATION)
+            ClusterRun(from_args({"server": ports})).deploy(APPLICATION)
     with pytest.raises(StartFailed, match=f"target: {tmp_path}/none: no such file or directory"):
-        ClusterRun(from_args({**ports, "target": f"{tmp_path}/none"})).deploy(APPLICATION)
+        ClusterRun(from_args({"server": ports, "replica": {"target": f"{tmp_path}/none"}})).deploy(
+            APPLICATION
+        )
     assert calls == []
 
 

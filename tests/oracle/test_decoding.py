@@ -65,7 +65,7 @@ ASKS = (
 RUNS = [
     *(
         (drafter, rows, k)
-        for drafter in ("none", "model", "suffix", "eagle3", "half")
+        for drafter in ("none", "model", "suffix", "eagle3", "dflash", "dspark", "half")
         for rows, k in ((1, 0), (1, 4), (8, 0), (8, 4), (8, None))
         if drafter != "none" or k != 4
     ),
@@ -179,7 +179,9 @@ class Allowed:
 def asked_replica(drafter: str) -> Replica:
     answered = [(request, plainly(request)[0]) for request in requests()]
     # A GPU gives the same bits in this mode alone.
-    replica = replica_of(drafter, answered, kv_blocks=2048, deterministic=DEVICE != "cpu")
+    replica = replica_of(
+        drafter, answered, num_gpu_blocks_override=2048, deterministic=DEVICE != "cpu"
+    )
     replica.grammars = Grammars(tokenizer(), [EOS], VOCAB)
     return replica
 

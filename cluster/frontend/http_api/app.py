@@ -10,6 +10,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from grpc import StatusCode
 from starlette.exceptions import HTTPException
 
+from cluster.frontend.http_api.bodies import IGNORED_HEADER, IgnoredNames
 from cluster.frontend.http_api.edge import UNEXPECTED, refusal_response
 from cluster.frontend.http_api.error_body import error_body
 from cluster.frontend.http_api.guard import guard_of
@@ -42,7 +43,7 @@ def http_app(service: FrontendService) -> FastAPI:
             allow_methods=["GET", "POST"],
             # Clients add headers of their own, openai's for JavaScript nine x-stainless-*.
             allow_headers=["*"],
-            expose_headers=["x-request-id", "retry-after"],
+            expose_headers=["x-request-id", "retry-after", IGNORED_HEADER],
         )
 
     @app.exception_handler(Refused)
@@ -77,6 +78,7 @@ def http_app(service: FrontendService) -> FastAPI:
         return PlainTextResponse(service.unable or "no replica is ready", 503)
 
     guard = Depends(guard_of(service.config))
-    app.include_router(openai_router(service), dependencies=[guard])
-    app.include_router(tokens_router(service), dependencies=[guard])
+    unknown = IgnoredNames()
+    app.include_router(openai_router(service, unknown), dependencies=[guard])
+    app.include_router(tokens_router(service, unknown), dependencies=[guard])
     return app

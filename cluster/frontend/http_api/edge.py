@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from codecs import BOM_UTF8
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -89,8 +89,9 @@ def refusal_body(refusal: Refusal) -> dict[str, object]:
     return error_body(refusal.code.name, refusal.short_message, status, refusal.field)
 
 
-def refusal_response(refusal: Refusal) -> JSONResponse:
-    headers = dict(refusal.headers)
+def refusal_response(refusal: Refusal, more: Mapping[str, str] | None = None) -> JSONResponse:
+    """`more`: headers that the answer has, too."""
+    headers = {**(more or {}), **dict(refusal.headers)}
     if refusal.code is StatusCode.UNAUTHENTICATED:
         headers["www-authenticate"] = "Bearer"
     return JSONResponse(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain, islice
 from typing import Any
 
@@ -19,24 +19,33 @@ _PART_BYTES = 1 << 16
 class LongJson(Response):
     """An answer that may hold long arrays."""
 
-    def __init__(self, value: Any, turns: asyncio.Lock) -> None:
+    def __init__(
+        self, value: Any, turns: asyncio.Lock, headers: Mapping[str, str] | None = None
+    ) -> None:
         super().__init__()
         self._value = value
         self._turns = turns
+        self._more = headers or {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send_json(send, json_pieces(self._value), self._turns)
+        await send_json(send, json_pieces(self._value), self._turns, self._more)
 
 
-async def send_json(send: Send, pieces: Iterable[str], turns: asyncio.Lock) -> None:
-    """A whole answer; `turns`: of all answers of this process."""
+async def send_json(
+    send: Send, pieces: Iterable[str], turns: asyncio.Lock, more: Mapping[str, str]
+) -> None:
+    """A whole answer with these `more` headers; `turns`: of all answers of this process."""
     first, *others = islice(pieces := iter(pieces), 2)
-    headers = [(b"content-type", b"application/json")]
+    headers = [(b"content-type", b"application/json"), *header_lines(more)]
     if not others:
         headers.append((b"content-length", str(len(first.encode())).encode()))
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     await send_pieces(send, chain([first], others, pieces), turns)
     await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def header_lines(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
+    return [(name.encode(), value.encode()) for name, value in headers.items()]
 
 
 async def send_pieces(send: Send, pieces: Iterable[str], turns: asyncio.Lock) -> None:

@@ -11,8 +11,8 @@ from typing import Any
 
 from cluster.frontend.answer import Answer, AnswerSequence
 from cluster.frontend.calls import Delta, GenerateCall, SequenceEnd
+from cluster.frontend.http_api.bodies import ChatRequest, GenerationRequest
 from cluster.frontend.http_api.event_ids import EventId, Place
-from cluster.frontend.http_api.openai_models import AnyRequest, ChatRequest
 from cluster.frontend.http_api.text_offsets import TextOffsets
 from cluster.frontend.json_codec import LongArray, json_array, json_pieces
 from cluster.frontend.prompts import TextPrompt
@@ -56,7 +56,9 @@ class _Written:
 class OpenAIAnswer:
     """The answer to one request: `begin` it, then give it each delta."""
 
-    def __init__(self, asked: AnyRequest, text: TargetText, last: EventId | None = None) -> None:
+    def __init__(
+        self, asked: GenerationRequest, text: TargetText, last: EventId | None = None
+    ) -> None:
         """`last`: of the events that the client has of an earlier stream of the same call. A stream
         is a function of its call, so any frontend writes it once more, and leaves out those.
         """

@@ -1,12 +1,13 @@
 """OpenAI's API: models, completions and chat completions, whole or as server-sent events.
 
-Only translates, like the gRPC edge. What it does not support it refuses by name (openai_models).
+Only translates, like the gRPC edge. `bodies` says which parameters are taken.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -15,6 +16,13 @@ from fastapi.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from cluster.frontend.calls import Delta, GenerateCall
+from cluster.frontend.http_api.bodies import (
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+    IgnoredNames,
+    taken,
+)
 from cluster.frontend.http_api.edge import (
     UNEXPECTED,
     check_model,
@@ -24,22 +32,17 @@ from cluster.frontend.http_api.edge import (
     refusal_response,
 )
 from cluster.frontend.http_api.event_ids import EventId
-from cluster.frontend.http_api.long_json import send_json, send_pieces
+from cluster.frontend.http_api.long_json import header_lines, send_json, send_pieces
 from cluster.frontend.http_api.openai_answers import OpenAIAnswer
-from cluster.frontend.http_api.openai_models import (
-    AnyRequest,
-    ChatRequest,
-    CompletionRequest,
-    parse_request,
-)
 from cluster.frontend.service import FrontendService
 from cluster.frontend.status_codes import Refused
 
 log = logging.getLogger("lockstep.frontend")
 
 
-def openai_router(service: FrontendService) -> APIRouter:
+def openai_router(service: FrontendService, unknown: IgnoredNames) -> APIRouter:
     router, bytes_max = APIRouter(), service.config.frontend.message_bytes_max
+    refuse_unknown = service.config.server.unknown_fields == "refuse"
     served = {
         "id": service.config.model_name,
         "object": "model",
@@ -69,10 +72,12 @@ def openai_router(service: FrontendService) -> APIRouter:
     async def chat_completions(request: Request) -> Response:
         return await answered(request, ChatRequest)
 
-    async def answered(request: Request, kind: type[AnyRequest]) -> Response:
+    async def answered(request: Request, kind: type[GenerationRequest]) -> Response:
         caller = checked_caller(service, request)
         with service.refusals():
-            asked = await read_body(request, bytes_max, partial(parse_request, kind))
+            check = partial(taken, kind, refuse_unknown=refuse_unknown)
+            asked, ignored = given = await read_body(request, bytes_max, check)
+            unknown.note(ignored)
             check_model(service, asked.model)
             call = asked.to_call(caller, request.headers.get("x-request-id", ""))
             last = None
@@ -83,7 +88,7 @@ def openai_router(service: FrontendService) -> APIRouter:
                 call = replace(call, drawn_seed=last.seed, seen_tokens=seen)
             shape = OpenAIAnswer(asked, service.text, last)
             call = replace(call, request_id=call.request_id or shape.id)
-        return _CallResponse(service, call, shape)
+        return _CallResponse(service, call, shape, given.headers)
 
     return router
 
@@ -95,8 +100,15 @@ class _CallResponse(Response):
     event, and the last.
     """
 
-    def __init__(self, service: FrontendService, call: GenerateCall, shape: OpenAIAnswer) -> None:
+    def __init__(
+        self,
+        service: FrontendService,
+        call: GenerateCall,
+        shape: OpenAIAnswer,
+        headers: Mapping[str, str],
+    ) -> None:
         super().__init__()
+        self._more = headers
         self._service = service
         self._call = call
         self._shape = shape
@@ -115,18 +127,18 @@ class _CallResponse(Response):
                         continue
                     if not streaming:
                         streaming = True
-                        await _start(send)
+                        await _start(send, self._more)
                     if (event := shape.next_event(delta)) is not None:
                         await send_pieces(send, event, turns)
             if not streaming:
-                await send_json(send, shape.whole(deltas), turns)
+                await send_json(send, shape.whole(deltas), turns, self._more)
                 return
             for event in shape.last_events():
                 await send_pieces(send, event, turns)
         except Refused as refused:
             refusal = shape.asked.renamed(refused.refusal)
             if not streaming:
-                await refusal_response(refusal)(scope, receive, send)
+                await refusal_response(refusal, self._more)(scope, receive, send)
                 return
             await send_pieces(send, shape.event(refusal_body(refusal)), turns)
         except Exception:
@@ -137,6 +149,7 @@ class _CallResponse(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def _start(send: Send) -> None:
+async def _start(send: Send, more: Mapping[str, str]) -> None:
     headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
+    headers += header_lines(more)
     await send({"type": "http.response.start", "status": 200, "headers": headers})

@@ -4,93 +4,54 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import version
-from typing import Any, Self, TypeVar
+from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
-from pydantic import model_validator
 
-from cluster.error_messages import Strict, validated
 from cluster.frontend.calls import check_prompt
+from cluster.frontend.http_api.bodies import (
+    Detokenize,
+    IgnoredNames,
+    Taken,
+    Tokenize,
+    TokensRequest,
+    taken,
+)
 from cluster.frontend.http_api.edge import check_model, checked_caller, read_body
 from cluster.frontend.http_api.long_json import LongJson
-from cluster.frontend.http_api.openai_fields import Message, without_nulls
 from cluster.frontend.json_codec import json_array
-from cluster.frontend.prompts import ChatPrompt, TextPrompt
 from cluster.frontend.service import FrontendService
 from cluster.frontend.target_text import TargetText
-from cluster.frontend.tools import Tool, ToolUse, tool_format
+from cluster.frontend.tools import tool_format
 from scheduler.errors import InvalidRequest
 
 
-class _Asked(Strict):
-    model: str | None = None
-
-
-class Tokenize(_Asked):
-    """As vLLM's."""
-
-    prompt: str | None = None
-    messages: list[Message] | None = None
-    add_special_tokens: bool | None = None
-    return_token_strs: bool = False
-    tools: list[Tool] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-
-    @model_validator(mode="after")
-    def _what_goes_together(self) -> Self:
-        if (self.prompt is None) == (self.messages is None):
-            raise ValueError("prompt: exactly one of prompt and messages must be given")
-        if self.messages is None:
-            for name in ("tools", "chat_template_kwargs"):
-                if getattr(self, name):
-                    raise ValueError(f"{name}: only with messages")
-        elif self.add_special_tokens:
-            raise ValueError("add_special_tokens: not with messages, whose template has its own")
-        return self
-
-    @property
-    def tool_use(self) -> ToolUse | None:
-        return ToolUse.of(self.tools or (), "auto", parallel=True)
-
-    @property
-    def to_tokenize(self) -> TextPrompt | ChatPrompt:
-        if self.messages is None:
-            return TextPrompt(self.prompt or "", self.add_special_tokens is not False)
-        turns = [turn.for_template for turn in self.messages]
-        return ChatPrompt.of(turns, self.tool_use, self.chat_template_kwargs or {})
-
-
-class Detokenize(_Asked):
-    tokens: list[int]
-
-
-_A = TypeVar("_A", bound=_Asked)
-
-
-def tokens_router(service: FrontendService) -> APIRouter:
+def tokens_router(service: FrontendService, unknown: IgnoredNames) -> APIRouter:
     router, bytes_max = APIRouter(), service.config.frontend.message_bytes_max
+    refuse_unknown = service.config.server.unknown_fields == "refuse"
 
     @router.get("/version")
     async def versions() -> JSONResponse:
         return JSONResponse({"version": version("lockstep")})
 
-    async def read(request: Request, kind: type[_A]) -> _A:
-        asked = await read_body(
-            request, bytes_max, lambda given: validated(kind, without_nulls(given))
-        )
-        if asked.model is not None:
-            check_model(service, asked.model)
-        return asked
+    async def read(request: Request, kind: type[TokensRequest]) -> Taken:
+        check = partial(taken, kind, refuse_unknown=refuse_unknown)
+        given = await read_body(request, bytes_max, check)
+        unknown.note(given.ignored)
+        if given.body.model is not None:
+            check_model(service, given.body.model)
+        return given
 
     @router.post("/tokenize")
     async def tokenize(request: Request) -> Response:
         caller = checked_caller(service, request)
         text = service.text
         with service.refusals():
-            asked = await read(request, Tokenize)
+            given = await read(request, Tokenize)
+            asked = given.body
             if asked.tool_use is not None:
                 # As chat would refuse them.
                 asked.tool_use.structure(tool_format(text.chat_template), None)
@@ -110,20 +71,21 @@ def tokens_router(service: FrontendService) -> APIRouter:
         if asked.return_token_strs:
             names = cache(lambda token: text.token_bytes(token).decode(errors="replace"))
             answer["token_strs"] = json_array(tokens, names)
-        return LongJson(answer, service.writing)
+        return LongJson(answer, service.writing, given.headers)
 
     @router.post("/detokenize")
     async def detokenize(request: Request) -> Response:
         caller = checked_caller(service, request)
         with service.refusals():
-            asked = await read(request, Detokenize)
+            given = await read(request, Detokenize)
+            asked = given.body
             most = service.config.scheduler.prompt_tokens_max
             if len(asked.tokens) > most:
                 raise InvalidRequest("tokens", f"{len(asked.tokens)} given, at most {most} allowed")
         async with service.tokenizing(caller) as turn:
             turn.admitted.spend(len(asked.tokens))
             prompt = await turn.run(_decoded, service.text, asked.tokens)
-        return LongJson({"prompt": prompt}, service.writing)
+        return LongJson({"prompt": prompt}, service.writing, given.headers)
 
     return router
 

@@ -3,7 +3,9 @@
 from cluster.frontend.tools.formats import tool_format
 from cluster.frontend.tools.reader import CallDelta, ToolCall, ToolReader
 from cluster.frontend.tools.use import (
+    CalledFunction,
     CallTurn,
+    Function,
     FunctionName,
     NamedTool,
     Tool,

@@ -175,7 +175,7 @@ def test_more_query_heads_than_the_kernels_have_room_for_are_refused() -> None:
 @pytest.mark.usefixtures("_kernels")
 def test_output_is_the_same_by_the_kernels() -> None:
     answered = (greedy_answers("qwen3")[4], sampled_answers("qwen3")[1])
-    settings = {"kv_blocks": 256, "graphs": "on", "plan_rows": 2, "plan_draft_len": 2}
+    settings = {"num_gpu_blocks_override": 256, "graphs": "on", "plan_rows": 2, "plan_draft_len": 2}
     pair = replace(tiny_pair("qwen3"), context_len=64)
     replica = replica_of("half", answered, pair, **settings)
     check_answers(replica, answered, 2, 2)

@@ -22,7 +22,7 @@ from grpc import StatusCode
 from hypothesis import strategies as st
 
 from cluster.frontend.grpc_api.api import GrpcApi
-from cluster.frontend.http_api.openai_models import ChatRequest, CompletionRequest
+from cluster.frontend.http_api.bodies import ChatRequest, CompletionRequest
 from protos import lockstep_pb2 as pb
 from tests.cluster.frontend.fuzz import requests as draw
 from tests.cluster.frontend.fuzz.requests import MESSAGE, SOUND

@@ -17,20 +17,19 @@ import hypothesis
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from hypothesis import HealthCheck, Phase, given, settings, strategies as st
 
-from cluster.error_messages import validated
-from cluster.frontend.http_api.openai_models import (
-    AnyRequest,
+from cluster.frontend.http_api.bodies import (
     ChatRequest,
     CompletionRequest,
-    parse_request,
+    Detokenize,
+    Tokenize,
+    taken,
 )
-from cluster.frontend.http_api.tokens_api import Detokenize, Tokenize
 from protos import lockstep_pb2 as pb
 from scheduler.errors import InvalidRequest
 
 T = TypeVar("T")
 Values = st.SearchStrategy[Any]
-Kind = type[AnyRequest | Tokenize | Detokenize]
+Kind = type[CompletionRequest | ChatRequest | Tokenize | Detokenize]
 KINDS: Mapping[Kind, str] = {
     CompletionRequest: "/v1/completions",
     ChatRequest: "/v1/chat/completions",
@@ -174,10 +173,7 @@ def well_formed(kind: Kind) -> Values:
 
     def sound(fields: dict[str, Any]) -> bool:
         try:
-            if issubclass(kind, CompletionRequest | ChatRequest):
-                parse_request(kind, dict(fields))
-            else:
-                validated(kind, fields)
+            taken(kind, fields)
         except InvalidRequest:
             return False
         bound = sum(name in fields for name in ("tools", "response_format", "structured_outputs"))

@@ -41,7 +41,9 @@ async def test_http_serves_and_refuses_as_grpc_does(tmp_path: Path) -> None:
 
     # Enough that the rate is not whole again for half a minute.
     body = asking(max_tokens=60)
-    async with http_frontend(config=from_args({"keys_file": str(keys)}), sink=sink) as app:
+    async with http_frontend(
+        config=from_args({"auth": {"keys_file": str(keys)}}), sink=sink
+    ) as app:
         headers = {"authorization": f"Bearer {key}"}
         good = await http(app, body, headers=headers, client="192.0.2.7", parts=5)
         assert good.status == 200

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from starlette.types import Receive, Scope, Send
 
+from cluster.frontend.http_api.bodies.parameters import PARAMETERS, Kind
 from cluster.frontend.http_api.openai_answers import OpenAIAnswer
-from cluster.frontend.http_api.openai_models import UNSUPPORTED
 from protos import lockstep_pb2 as pb
 from scheduler.messages import FinishReason
 from tests.cluster.frontend.http_rig import (
@@ -158,7 +158,11 @@ PLAIN: dict[str, Any] = {
 PARTS = [{"type": "text", "text": "what is "}, {"type": "text", "text": "the weather?"}]
 UNSET: dict[str, Any] = (
     PLAIN
-    | {name: values[0] if values else None for name, values in UNSUPPORTED.items()}
+    | {
+        name: next(iter(parameter.neutral), None) if parameter.kind is Kind.REFUSED else "x"
+        for name, parameter in PARAMETERS.items()
+        if parameter.kind is not Kind.SUPPORTED and "." not in name
+    }
     | {
         "messages": [
             {"role": "user", "content": PARTS},

@@ -21,8 +21,8 @@ from pydantic import BaseModel
 from transformers import AutoModelForCausalLM
 
 from cluster.client.retry import Continuation
-from cluster.frontend.http_api.openai_fields import Message
-from cluster.frontend.http_api.openai_models import ChatRequest, CompletionRequest
+from cluster.frontend.http_api.bodies import ChatRequest, CompletionRequest
+from cluster.frontend.http_api.bodies.parts import Message
 from cluster.frontend.tools.use import CalledFunction, CallTurn, Function
 from protos import lockstep_pb2 as pb
 from replicas.demo import TARGET_DIR
@@ -77,6 +77,7 @@ HTTP_ONLY = {
     "stream": "gRPC has two calls",
     "stream_options": "an End has the usage",
     "return_token_ids": "gRPC always does",
+    "add_special_tokens": "gRPC sends token ids",
 }
 PARTS: list[tuple[list[type[BaseModel]], Descriptor, set[str]]] = [
     ([Message], pb.ChatMessage.DESCRIPTOR, set()),

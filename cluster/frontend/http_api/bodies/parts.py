@@ -1,34 +1,21 @@
-"""Objects within requests of OpenAI's API: the form of an answer, and turns of a conversation."""
+"""Objects within bodies: the form of an answer, tools, and turns of a conversation."""
 
 from __future__ import annotations
 
 import json
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from cluster.error_messages import Strict, shown_value
+from cluster.frontend.http_api.bodies.check import Known
 from cluster.frontend.structure import Structure
-from cluster.frontend.tools import CallTurn
-
-_OWN_NULLS = {"parameters", "schema", "json", "chat_template_kwargs", "logit_bias"}
-"""Objects whose names are the client's own: there a null is a value."""
+from cluster.frontend.tools import CalledFunction, CallTurn, Function, Tool
 
 
-def without_nulls(value: Any) -> Any:
-    """Clients send fields that they leave unset as null, and turns back with all their fields."""
-    if isinstance(value, list):
-        return [without_nulls(item) if isinstance(item, dict | list) else item for item in value]
-    if not isinstance(value, dict):
-        return value
-    return {
-        name: inner if name in _OWN_NULLS else without_nulls(inner)
-        for name, inner in value.items()
-        if inner is not None
-    }
-
-
-class StreamOptions(Strict):
+class StreamOptions(Known):
+    place: ClassVar = "stream_options."
+    open_to_unknown: ClassVar = False
     include_usage: bool = False
 
 
@@ -57,9 +44,11 @@ class ResponseFormat(Strict):
         return Structure("json_schema", (json.dumps(schema),))
 
 
-class StructuredOutputs(Strict):
+class StructuredOutputs(Known):
     """As vLLM names them."""
 
+    place: ClassVar = "structured_outputs."
+    open_to_unknown: ClassVar = False
     json_: dict[str, Any] | str | None = Field(default=None, alias="json")
     regex: str | None = None
     choice: list[str] | None = None
@@ -84,29 +73,54 @@ class StructuredOutputs(Strict):
         return Structure("grammar", (self.grammar or "",))
 
 
-class Message(Strict):
+class FunctionPart(Known, Function):
+    place: ClassVar = "tools.function."
+
+
+class ToolPart(Known, Tool):
+    place: ClassVar = "tools."
+    function: FunctionPart
+
+
+class CalledFunctionPart(Known, CalledFunction):
+    place: ClassVar = "messages.tool_calls.function."
+
+
+class CallPart(Known, CallTurn):
+    place: ClassVar = "messages.tool_calls."
+    function: CalledFunctionPart
+
+
+class TextPart(Known):
+    place: ClassVar = "messages.content."
+    type: Literal["text", "input_text", "output_text"]
+    text: str
+
+
+class Message(Known):
+    place: ClassVar = "messages."
     role: str
     name: str | None = None
-    tool_calls: list[CallTurn] | None = None
+    tool_calls: list[CallPart] | None = None
     tool_call_id: str | None = None
     content: str | None = Field(default=None, validate_default=True)
 
     @field_validator("content", mode="before")
     @classmethod
     def _text_of_parts(cls, content: Any, info: ValidationInfo) -> str:
-        # Calls that are wrong are not among the data, and are complained of by themselves.
-        if content is None and info.data.get("tool_calls", True):
-            return ""
         if isinstance(content, str):
             return content
-        if isinstance(content, list) and all(
-            isinstance(part, dict)
-            and part.get("type") == "text"
-            and isinstance(part.get("text"), str)
-            and len(part) == 2
-            for part in content
+        # Calls that are wrong are not among the data, and are complained of by themselves.
+        if content is None and (
+            info.data.get("role") == "assistant" or info.data.get("tool_calls", True)
         ):
-            return "".join(part["text"] for part in content)
+            return ""
+        if isinstance(content, list):
+            try:
+                parts = [TextPart.model_validate(part, context=info.context) for part in content]
+                return "".join(part.text for part in parts)
+            except ValidationError:
+                pass
         said = shown_value(content)
         raise ValueError(f"must be a text or a list of parts of type text, is {said}")
 

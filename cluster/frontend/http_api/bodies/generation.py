@@ -1,52 +1,26 @@
-"""Requests of OpenAI's API. What is not supported is refused by its name, never ignored."""
+"""What bodies of completions and of chat completions share, and the call that they make."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, field_validator, model_validator
 
-from cluster.error_messages import Strict, shown_value, validated
+from cluster.error_messages import shown_value
 from cluster.frontend.admission.control import Caller
 from cluster.frontend.calls import GenerateCall
-from cluster.frontend.http_api.openai_fields import (
-    Message,
-    ResponseFormat,
-    StreamOptions,
-    StructuredOutputs,
-    without_nulls,
-)
-from cluster.frontend.prompts import ChatPrompt, Prompt, TextPrompt, TokenPrompt
+from cluster.frontend.http_api.bodies.check import Known
+from cluster.frontend.http_api.bodies.parts import ResponseFormat, StreamOptions, StructuredOutputs
+from cluster.frontend.prompts import Prompt
 from cluster.frontend.status_codes import Refusal
 from cluster.frontend.structure import Structure
-from cluster.frontend.tools import Tool, ToolChoice, ToolUse
-from scheduler.errors import InvalidRequest
+from cluster.frontend.tools import ToolUse
 from scheduler.messages import Priority
 
-UNSUPPORTED: Mapping[str, Sequence[Any]] = {
-    "audio": (),
-    "best_of": (1,),
-    "chat_template": (),
-    "function_call": ("none",),
-    "functions": ([],),
-    "metadata": ({},),
-    "modalities": (["text"],),
-    "prediction": (),
-    "reasoning_effort": (),
-    "service_tier": ("auto", "default"),
-    "store": (False,),
-    "suffix": ("",),
-    "verbosity": (),
-    "web_search_options": (),
-}
-"""Names that other servers know, and the values that ask for nothing: with those, and with null,
-they are taken."""
 
-
-class _Request(Strict, BaseModel):  # BaseModel is named for the linter, which looks no further
+class GenerationRequest(Known, BaseModel):  # the linter looks no further than its bases
     logprobs_field: ClassVar[str]
     """The field that says how many likeliest tokens are told of."""
     model: str
@@ -62,7 +36,7 @@ class _Request(Strict, BaseModel):  # BaseModel is named for the linter, which l
     stop: str | list[str] = []
     stop_token_ids: list[int] = []
     ignore_eos: bool = False
-    priority: Literal["high", "normal", "low"] | None = None
+    priority: Literal["high", "normal", "low", 0] | None = None
     user: str = ""
     cache_salt: str = ""
     logit_bias: dict[str, float] = {}
@@ -132,7 +106,7 @@ class _Request(Strict, BaseModel):  # BaseModel is named for the linter, which l
         """Raises InvalidRequest."""
         given: dict[str, Any] = {name: getattr(self, name) for name in _SAME}
         given |= {
-            "priority": None if self.priority is None else Priority[self.priority.upper()],
+            "priority": Priority[self.priority.upper()] if self.priority else None,
             # -1 is other servers' word for all.
             "top_k": 0 if self.top_k == -1 else self.top_k,
             "stop": [self.stop] if isinstance(self.stop, str) else self.stop,
@@ -179,96 +153,7 @@ class _Request(Strict, BaseModel):  # BaseModel is named for the linter, which l
         return Refusal(refusal.code, message, refusal.retry_after_s, field)
 
 
-_SAME = [field.name for field in fields(GenerateCall) if field.name in _Request.model_fields]
+_SAME = [
+    field.name for field in fields(GenerateCall) if field.name in GenerationRequest.model_fields
+]
 """What a call has by the same name."""
-
-
-class CompletionRequest(_Request):
-    logprobs_field: ClassVar = "logprobs"
-    prompt: tuple[str | tuple[int, ...], ...]
-    logprobs: int | None = None
-    echo: bool = False
-
-    @field_validator("prompt", mode="before")
-    @classmethod
-    def _one_or_more_prompts(cls, given: Any) -> tuple[str | tuple[int, ...], ...]:
-        one = isinstance(given, str) or (isinstance(given, list) and given and _is_id(given[0]))
-        prompts = [given] if one else given
-        if not isinstance(prompts, list) or not prompts or not all(map(_is_prompt, prompts)):
-            raise ValueError(
-                "must be a text, a list of token ids, or a list of either, is " + shown_value(given)
-            )
-        return tuple(each if isinstance(each, str) else tuple(each) for each in prompts)
-
-    @property
-    def top_logprobs_wanted(self) -> int | None:
-        return self.logprobs
-
-    @property
-    def echoes(self) -> bool:
-        return self.echo
-
-    @property
-    def prompts(self) -> tuple[Prompt, ...]:
-        return tuple(
-            TextPrompt(each) if isinstance(each, str) else TokenPrompt(each) for each in self.prompt
-        )
-
-
-class ChatRequest(_Request):
-    logprobs_field: ClassVar = "top_logprobs"
-    messages: list[Message]
-    max_completion_tokens: int | None = None
-    logprobs: bool = False
-    top_logprobs: int | None = None
-    tools: list[Tool] = []
-    tool_choice: ToolChoice = "auto"
-    parallel_tool_calls: bool = True
-    chat_template_kwargs: dict[str, Any] = {}
-
-    @property
-    def top_logprobs_wanted(self) -> int | None:
-        return (self.top_logprobs or 0) if self.logprobs else None
-
-    @model_validator(mode="after")
-    def _what_chat_fields_need(self) -> Self:
-        if self.top_logprobs and not self.logprobs:
-            raise ValueError("top_logprobs: only with logprobs")
-        if self.max_tokens is not None and self.max_completion_tokens is not None:
-            raise ValueError("max_tokens: max_completion_tokens is given as well")
-        return self
-
-    @property
-    def limit(self) -> tuple[str, int | None]:
-        if self.max_completion_tokens is not None:
-            return "max_completion_tokens", self.max_completion_tokens
-        return super().limit
-
-    @property
-    def prompts(self) -> tuple[Prompt, ...]:
-        turns = [turn.for_template for turn in self.messages]
-        return (ChatPrompt.of(turns, self.tool_use, self.chat_template_kwargs),)
-
-    @property
-    def tool_use(self) -> ToolUse | None:
-        return ToolUse.of(self.tools, self.tool_choice, self.parallel_tool_calls)
-
-
-AnyRequest = CompletionRequest | ChatRequest
-
-
-def parse_request(model: type[AnyRequest], fields: dict[str, Any]) -> AnyRequest:
-    """Raises InvalidRequest, which names the parameter."""
-    for name, value in fields.items():
-        if name in UNSUPPORTED and value is not None and value not in UNSUPPORTED[name]:
-            raise InvalidRequest(name, "not supported")
-    given = {name: value for name, value in fields.items() if name not in UNSUPPORTED}
-    return validated(model, without_nulls(given))
-
-
-def _is_id(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_prompt(value: Any) -> bool:
-    return isinstance(value, str) or (isinstance(value, list) and all(map(_is_id, value)))

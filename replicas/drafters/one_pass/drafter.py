@@ -1,0 +1,195 @@
+"""Drafts a whole block in one pass of a few layers, then walks its slots to choose tokens.
+
+Its KV of a position is made of the target's hidden states there and of nothing else. Those of
+steps without drafts are kept and taken in together, when the row drafts next or after TOGETHER of
+them; so every position before a row's last token is there whenever it drafts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from transformers import PreTrainedModel
+
+from replicas.config import DRAFTING_FIELD, ReplicaConfig
+from replicas.drafters.checkpoints import no_storage
+from replicas.drafters.one_pass.layers import OnePassLayers
+from replicas.drafters.one_pass.markov import MarkovHead
+from replicas.drafters.one_pass.weights import OnePassHead, load_one_pass, read_one_pass
+from replicas.drafters.protocol import Drafter, DraftRequest, DraftSource, Observation, Proposal
+from replicas.errors import PairRefused
+from replicas.invariant import Arithmetic
+from replicas.memory import DraftMemory, MemoryPlan
+from replicas.models.build import attention_over, cache_of, computes_on_host
+from replicas.models.loader import dtype_of, resolve
+from replicas.models.model_shape import ModelShape
+from replicas.models.paged_model import AttentionBackend
+from replicas.sampling import guess
+from replicas.stopwatch import Stopwatch
+from replicas.transfers import upload
+
+TOGETHER = 16
+"""Positions of a row that are taken in at the latest while no row of its batch drafts."""
+
+
+@dataclass(slots=True)
+class _Row:
+    valid: int
+    """KV positions."""
+    hidden: list[list[torch.Tensor]] = field(default_factory=list)  # each [positions, hidden]
+    """The hidden states from there on that were seen and not taken in: of each part, by layer."""
+
+    @property
+    def behind(self) -> int:
+        return sum(part[0].shape[0] for part in self.hidden)
+
+
+class OnePassDrafter:
+    def __init__(
+        self, layers: OnePassLayers, markov: MarkovHead | None, backend: AttentionBackend, name: str
+    ) -> None:
+        """`backend` says where in the layers' cache positions lie."""
+        self.name = name
+        self.aux_layers = tuple(sorted(set(layers.config.aux_layers)))
+        self._order = [self.aux_layers.index(number) for number in layers.config.aux_layers]
+        self._layers, self._markov, self._backend = layers, markov, backend
+        self._rows: dict[str, _Row] = {}
+
+    def begin(self, row: str, tokens: Sequence[int], salt: str, prefilled: int) -> None:
+        self._rows[row] = _Row(prefilled)
+
+    def end(self, row: str) -> None:
+        self._rows.pop(row, None)
+
+    def valid(self, row: str) -> int | None:
+        return self._rows[row].valid
+
+    def rollback(self, rows: Sequence[str], lengths: Sequence[int]) -> None:
+        for id, length in zip(rows, lengths, strict=True):
+            row = self._rows[id]
+            row.valid = min(row.valid, length - 1)
+            if count := min(length - 1 - row.valid, row.behind):
+                joined = (torch.cat(states) for states in zip(*row.hidden, strict=True))
+                row.hidden = [[states[:count] for states in joined]]
+            else:
+                row.hidden = []
+
+    def observe(self, observed: Observation) -> None:
+        first = 0
+        for id, (begin, end) in zip(observed.ids, observed.ranges, strict=True):
+            row = self._rows[id]
+            assert row.valid + row.behind == begin, "it sees every position once"
+            span = slice(first, first + end - begin)
+            row.hidden.append([states[span] for states in observed.aux_hidden_states])
+            first += end - begin
+        prefilled = observed.drafted is None
+        if prefilled or any(self._rows[id].behind >= TOGETHER for id in observed.ids):
+            self._take_in(observed.ids, observed.table)
+
+    def propose(self, request: DraftRequest, watch: Stopwatch) -> Proposal:
+        most = self._layers.config.most
+        lens = [min(wanted, most) for wanted in request.draft_lens]
+        with watch.section("draft"):
+            self._take_in(request.ids, request.table)
+            return Proposal(self._drafted(request, max(lens)), lens)
+
+    def _take_in(
+        self,
+        ids: Sequence[str],
+        table: torch.Tensor,  # [rows, blocks], int64
+    ) -> None:
+        """All that was seen of these rows."""
+        behind = [at for at, id in enumerate(ids) if self._rows[id].hidden]
+        if not behind:
+            return
+        if len(behind) < len(ids):
+            table = table.index_select(0, upload(behind, torch.int64, table.device))
+        rows = [self._rows[ids[at]] for at in behind]
+        ranges = [(row.valid, row.valid + row.behind) for row in rows]
+        parts = zip(*(part for row in rows for part in row.hidden), strict=True)
+        hidden = [torch.cat(states) for states in parts]
+        layout = self._backend.ranges_layout(table, ranges)
+        self._layers.write_context([hidden[index] for index in self._order], layout)
+        for row, (_, end) in zip(rows, ranges, strict=True):
+            row.valid, row.hidden = end, []
+
+    def _drafted(self, request: DraftRequest, k: int) -> torch.Tensor:  # [k, rows], int64
+        layers, first = self._layers, self._layers.config.first
+        starts = [len(content) - 1 for content in request.contents]
+        for id, start in zip(request.ids, starts, strict=True):
+            assert self._rows[id].valid == start, "all context is there"
+        last = [content[-1] for content in request.contents]
+        token = upload(last, torch.int64, request.table.device)
+        hidden = layers.forward(token, starts, request.table)[:, first : first + k]
+        logits = layers.logits(hidden)
+        state = None if self._markov is None else self._markov.start(len(starts))
+        tokens = []
+        for j in range(k):
+            scores = logits[:, j]
+            if self._markov is not None:
+                assert state is not None
+                bias, state = self._markov.step(token, hidden[:, j], state)
+                scores = scores + bias
+            token = guess(scores, request.sampling, request.noise, j, layers.ids)
+            if layers.ids is not None:
+                token = layers.ids[token]
+            tokens.append(token)
+        return torch.stack(tokens)
+
+
+@dataclass(frozen=True)
+class OnePassSource(DraftSource):
+    """A head for the target."""
+
+    name: str
+    head: OnePassHead
+
+    @classmethod
+    def read(cls, config: ReplicaConfig, target: object) -> OnePassSource:
+        """For a target of this config. Raises PairRefused, or OSError for a name not found."""
+        name = config.drafting.model
+        assert name is not None
+        path = resolve(name, "draft", field=DRAFTING_FIELD)
+        try:
+            of_head = read_one_pass(path, target)
+            if config.tensor_parallel > 1 and not of_head.own_head:
+                raise PairRefused(
+                    "tensor_parallel: the head drafts with the target's output matrix, of which a"
+                    " rank holds a part"
+                )
+        except PairRefused as error:
+            raise PairRefused(f"{DRAFTING_FIELD}: {path}: {error}") from None
+        except OSError as error:
+            raise OSError(f"{DRAFTING_FIELD}: {error}") from error
+        tensors = no_storage(of_head.tensors, dtype_of(config))
+        return cls(name, OnePassHead(of_head, tensors, None))
+
+    @property
+    def draft_len_max(self) -> int:
+        return self.head.config.most
+
+    @property
+    def memory(self) -> DraftMemory:
+        config, tensors = self.head.config, self.head.tensors.values()
+        weights = sum(tensor.nbytes for tensor in tensors)
+        return DraftMemory(weights, ModelShape.of(config), len(config.aux_layers))
+
+    def load(self, config: ReplicaConfig, device: torch.device) -> OnePassSource:
+        path = resolve(self.name, "draft", field=DRAFTING_FIELD)
+        try:
+            head = load_one_pass(path, self.head.config, dtype_of(config), device)
+        except PairRefused as error:
+            raise PairRefused(f"{DRAFTING_FIELD}: {path}: {error}") from None
+        return replace(self, head=head)
+
+    def drafter(self, target: PreTrainedModel, config: ReplicaConfig, plan: MemoryPlan) -> Drafter:
+        sizes, on_host = ModelShape.of(self.head.config), computes_on_host(config, target.device)
+        cache = cache_of(sizes, config, plan.kv_blocks, plan.pair.context_len, target)
+        matrices = (target.get_input_embeddings(), target.get_output_embeddings())
+        embeddings, lm_head = (matrix.weight.detach() for matrix in matrices)
+        layers = OnePassLayers(self.head, embeddings, lm_head, cache, plan.prepack)
+        markov = MarkovHead(self.head, plan.prepack) if self.head.config.markov_rank else None
+        backend = attention_over(cache, Arithmetic(), on_host)
+        return OnePassDrafter(layers, markov, backend, self.name)
