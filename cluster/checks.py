@@ -45,12 +45,12 @@ def check_files(config: ClusterConfig) -> None:
 def check_pair(config: ClusterConfig) -> None:
     """Target and drafter by their configs, and whether they fit into the memory that the settings
     give, or into that of this machine's CPUs. Raises ConfigError."""
+    check_files(config)
     import torch
 
     from replicas.memory import plan_memory
     from replicas.pair import read_pair
 
-    check_files(config)
     replica = config.planned_replica
     try:
         pair = read_pair(replica)
