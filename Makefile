@@ -68,8 +68,8 @@ $(CLIENTS)/.%-done: tests/clients/%.txt | $(SETUP)
 test-clients: $(SETUP) $(CLIENTS)/.all-done  ## openai, lm-eval, AIPerf, curl, grpcurl against a server
 	$(BIN)/python -m pytest tests/clients -m clients -rP
 
-test-clients-light: $(SETUP) $(CLIENTS)/.light-done  ## openai, curl, grpcurl: those that are installed in seconds
-	$(BIN)/python -m pytest tests/clients/test_openai_package.py tests/clients/test_command_line.py -m clients
+test-clients-light: $(SETUP) $(CLIENTS)/.light-done  ## openai, a browser, curl, grpcurl: those that are installed in seconds
+	$(BIN)/python -m pytest $(addprefix tests/clients/test_,openai_package.py dashboard.py command_line.py) -m clients
 
 LOAD := .venv-load
 $(LOAD)/.done: tests/clients/load.txt

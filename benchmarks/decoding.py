@@ -22,7 +22,7 @@ from benchmarks.shared.oracle import OracleDrafter
 from benchmarks.shared.report import write_json
 from replicas.decoding import load_grammars
 from replicas.grammars import grammar_of
-from replicas.models.loader import resolve
+from replicas.models import resolve
 from replicas.pair import load_pair
 from replicas.replica import Replica
 from scheduler.config import SchedulerConfig

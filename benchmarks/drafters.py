@@ -31,7 +31,7 @@ from cluster.verify import transformers_greedy
 from replicas.config import ReplicaConfig, SpeculativeConfig
 from replicas.drafters import DraftRequest, Observation
 from replicas.drafters.suffix import SuffixDrafter
-from replicas.models.loader import resolve
+from replicas.models import resolve
 from replicas.replica import Replica
 from replicas.sampling import SamplingBatch
 from replicas.stopwatch import Stopwatch

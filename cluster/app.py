@@ -33,7 +33,8 @@ from cluster.frontend.http_api.app import http_app
 from cluster.frontend.proxy.pacing import PacedAnswers
 from cluster.frontend.service import FrontendService
 from cluster.frontend.target_text import TargetText
-from cluster.metrics import FrontendMeter, ray_sink
+from cluster.metrics import FrontendMeter
+from cluster.metrics.ray_sink import ray_sink
 from cluster.pool.ray_pool import RayPool, collect_seldom, log_to_stderr, open_pool, this_process
 from cluster.serve_view import FRONTEND, REPLICA
 from cluster.worker.hosted import HostedReplica
@@ -159,7 +160,7 @@ class FrontendDeployment(GrpcApi):
             ray_pools(config),
             load_text(config.replica),
             name=serve.get_replica_context().replica_id.unique_id,
-            meter=FrontendMeter(ray_sink()),
+            meter=FrontendMeter(ray_sink(config.model_name)),
             why_no_replica=_why_no_replica,
         )
         super().__init__(service, RAY_SERVE_GRPC_MAX_MESSAGE_SIZE)

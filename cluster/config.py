@@ -59,6 +59,48 @@ class PoolConfig(_Settings):
         return self.lease_s / 3
 
 
+ReasoningParser = Literal[
+    "auto",
+    "none",
+    "deepseek_r1",
+    "deepseek_v3",
+    "glm4",
+    "glm45",
+    "gpt_oss",
+    "granite",
+    "hunyuan_a13b",
+    "kimi_k2",
+    "minimax_m2",
+    "mistral",
+    "olmo3",
+    "qwen3",
+    "seed_oss",
+    "step3",
+    "openai_gptoss",
+]
+"""The names of `cluster.frontend.reasoning`."""
+ToolCallParser = Literal[
+    "auto",
+    "deepseek_v3",
+    "deepseek_v31",
+    "glm4",
+    "glm45",
+    "gpt_oss",
+    "hermes",
+    "kimi_k2",
+    "llama3_json",
+    "mistral",
+    "mistral_json",
+    "pythonic",
+    "qwen3_coder",
+    "glm47",
+    "llama4_pythonic",
+    "openai",
+    "qwen3_xml",
+]
+"""The names of `cluster.frontend.tools`."""
+
+
 class FrontendConfig(_Settings):
     """What clients may ask for, and how they are answered."""
 
@@ -86,6 +128,15 @@ class FrontendConfig(_Settings):
         "expression, a grammar) or the rendering of a chat template may take.",
     )
     bounded_mb_max: int = Field(512, ge=16, description="Memory that either may take.")
+    reasoning_parser: ReasoningParser = Field(
+        "auto",
+        description="How the target marks its reasoning; `auto` reads it from the chat template.",
+    )
+    tool_call_parser: ToolCallParser = Field(
+        "auto",
+        description="How the target writes calls of tools; `auto` lets the chat template write one "
+        "and reads it back.",
+    )
 
 
 class ServerConfig(_Settings):

@@ -20,7 +20,7 @@ from scheduler.messages import Request, Sampling
 from scheduler.validation import blocks_needed, check_request
 
 if TYPE_CHECKING:
-    from replicas.models.reference import Judgement
+    from replicas.models import Judgement
 
 Progress = Callable[[str, int, int], None]
 """Called with a phase, how many prompts are done, how many there are."""
@@ -192,7 +192,7 @@ def _judged(
     difference: Difference, content: Sequence[int], replica: Any, config: ReplicaConfig
 ) -> Difference:
     """With a judgement by float64 where both have a token; `content` ends before it."""
-    from replicas.models.reference import judge
+    from replicas.models import judge
 
     if difference.expected is None or difference.got is None:
         return difference
@@ -216,7 +216,7 @@ def transformers_model(config: ReplicaConfig, name: str, role: str = "target") -
     PairRefused."""
     import torch
 
-    from replicas.models.loader import dtype_name, read_model, resolve, resolve_device
+    from replicas.models import dtype_name, read_model, resolve, resolve_device
 
     path = resolve(name, role, dtype_name(config))
     model: Any = read_model(path, config, role)

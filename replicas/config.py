@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import torch
 
 
+Method = Literal["draft_model", "suffix", "eagle3", "dflash", "dspark", "clover", "none"]
 DRAFTING_FIELD = "speculative_config.model"
 """The setting that names the model that drafts, for messages."""
 
@@ -23,9 +24,9 @@ class SpeculativeConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
-    method: Literal["draft_model", "suffix", "eagle3", "dflash", "dspark", "none"] = Field(
+    method: Method = Field(
         description="A smaller model, suffix decoding, an EAGLE-3 head, a one-pass head (DFlash or"
-        " DSpark), or no drafts at all."
+        " DSpark), a Clover-2 head, or no drafts at all."
     )
     model: str | None = Field(
         None,
@@ -78,8 +79,8 @@ class ReplicaConfig(BaseModel):
         None,
         description="What drafts, and how far, as"
         """ '{"method": "suffix", "num_speculative_tokens": 4}' or a method alone: draft_model,"""
-        " suffix, eagle3, dflash, dspark or none. Null is what goes with the target: the embedded"
-        " draft model for tiny, suffix decoding for others.",
+        " suffix, eagle3, dflash, dspark, clover or none. Null is what goes with the target: the"
+        " embedded draft model for tiny, suffix decoding for others.",
     )
     device: str = Field(
         "auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto, cpu, cuda or cuda:N."

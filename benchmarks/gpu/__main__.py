@@ -44,7 +44,7 @@ from benchmarks.shared.measured import medians
 from benchmarks.shared.report import machine, table, write_json
 from replicas.config import ReplicaConfig, SpeculativeConfig
 from replicas.drafters.eagle3.planted_head import PLANTED_HEAD
-from replicas.models.loader import resolve_device
+from replicas.models import resolve_device
 from replicas.names import DRAFTS
 
 BLOCK_SIZE = 16

@@ -243,10 +243,13 @@ def add(
     requests_max: Annotated[
         int | None, typer.Option(min=1, help=help_of(store.KeyEntry, "requests_max"))
     ] = None,
+    operator: Annotated[
+        bool, typer.Option("--operator", help=help_of(store.KeyEntry, "operator"))
+    ] = False,
 ) -> None:
     """Make a key, print it, and store its hash. The file is made if need be."""
     with _errors():
-        key = store.add(file, name, priority_max.value, tokens_per_minute, requests_max)
+        key = store.add(file, name, priority_max.value, tokens_per_minute, requests_max, operator)
     typer.echo(key)
     typer.echo(f"The key of {name}; it is not stored and cannot be shown again.", err=True)
 
@@ -262,6 +265,8 @@ def show(file: File) -> None:
             limits.append(f"{entry.tokens_per_minute} tokens per minute")
         if entry.requests_max is not None:
             limits.append(f"{entry.requests_max} requests in flight")
+        if entry.operator:
+            limits.append("operator")
         typer.echo(f"{entry.name}  {', '.join(limits)}")
 
 

@@ -20,7 +20,7 @@ from cluster.config import ClusterConfig
 from replicas.config import ReplicaConfig
 from replicas.errors import PairRefused, TooLittleMemory
 from replicas.memory import MemoryPlan, Workload, plan_memory
-from replicas.models.loader import dtype_name, resolve_device
+from replicas.models import dtype_name, resolve_device
 from replicas.pair import read_pair
 
 _LENGTHS = (256, 1024, 8192, 65536)

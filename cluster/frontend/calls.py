@@ -40,6 +40,8 @@ class GenerateCall:
     prompts: tuple[Prompt, ...]
     choices: int = 1
     stream: bool = False
+    speculative_decoding_stats: bool = False
+    """Whether the answer says of each token who proposed it."""
     """Deltas as the text is written; else one for each sequence, with all of it."""
     request_id: str = ""
     """The client's own name for the call."""
@@ -71,7 +73,12 @@ class GenerateCall:
     min_tokens: int = 0
     bad_words: Sequence[str] = ()
     structure: Structure | None = None
+    """Of the text behind the reasoning, where there is some."""
     tools: ToolUse | None = None
+    include_reasoning: bool = True
+    """Whether the answer tells of its reasoning."""
+    thinking_token_budget: int | None = None
+    """Tokens of reasoning, at most."""
     logprobs: int | None = None
     prompt_logprobs: int | None = None
 
@@ -101,6 +108,8 @@ class SequenceEnd:
     """Where it was sampled."""
     stop: str | None
     """The stop string that ended it."""
+    reasoning_tokens: int
+    """Of the new ones."""
     message: str
     first_token_s: float
     total_s: float
@@ -116,11 +125,15 @@ class Delta:
 
     index: int
     text: str
+    """Without its reasoning and its calls."""
     tokens: Sequence[int]
+    reasoning: str = ""
     logprobs: Sequence[TokenLogprobs] = ()
     """Of each of the tokens, where they were asked for."""
     calls: Sequence[CallDelta] = ()
     """What comes next of calls of tools; their text is left out."""
+    drafted: Sequence[bool] = ()
+    """Of each of the tokens, where that was asked for: whether a drafter had proposed it."""
     end: SequenceEnd | None = None
 
 
@@ -141,6 +154,9 @@ def check_call(call: GenerateCall, config: ClusterConfig, context_len: int) -> N
         check_prompt(prompt, config)
     if call.max_new_tokens == 0 and call.prompt_logprobs is None:
         raise InvalidRequest("max_new_tokens", "must be at least 1, is 0")
+    if call.thinking_token_budget is not None and call.thinking_token_budget < 0:
+        reason = f"must be at least 0, is {call.thinking_token_budget}"
+        raise InvalidRequest("thinking_token_budget", reason)
     for name, most, unit in (
         ("committed_token_ids", context_len, "given"),
         ("stop_token_ids", config.scheduler.stop_token_ids_max, "given"),

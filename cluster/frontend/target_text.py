@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 from cluster.frontend.chat_template import check_template
 from cluster.frontend.prompts import ChatPrompt, TextPrompt, TokenPrompt
-from cluster.frontend.tools import tool_format
+from cluster.frontend.tools import AUTO, tool_format
 from replicas.config import ReplicaConfig
 from scheduler.errors import InvalidRequest
 from scheduler.messages import ReplicaSpec
@@ -57,7 +57,7 @@ class TargetText:
         from transformers import AutoConfig
 
         from replicas.decoding import choosable, read_tokens
-        from replicas.models.loader import resolve
+        from replicas.models import resolve
         from replicas.names import is_planted
 
         if is_planted(config.target):
@@ -80,7 +80,7 @@ class TargetText:
             embedding_size=embedding_size,
         )
         # So that no request waits for it.
-        tool_format(made.chat_template)
+        tool_format(AUTO, made.chat_template)
         return made
 
     def encode(

@@ -6,7 +6,7 @@ tokens pushed one by one, in one go, or on another frontend give the same text a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import takewhile
@@ -39,8 +39,12 @@ class Detokenizer:
     soon as it is whole. If it never is, its U+FFFD belongs to the prompt, and is not repeated.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, prompt: Sequence[int], shown: Set[int] = frozenset()
+    ) -> None:
+        """`shown`: special tokens whose names belong to the text."""
         self._tokenizer = tokenizer
+        self._shown = shown
         self._special = special_ids(tokenizer)
         self._settled: list[int]
         """Tokens before those held back: the last ones whose text was given out, or the prompt."""
@@ -94,6 +98,10 @@ class Detokenizer:
         return "".join(map(self._push, tokens)) + self.flush()
 
     def _push(self, token: int) -> str:
+        if token in self._shown:
+            text = self.flush()
+            self._settle((self._settled + self._held)[-_CONTEXT_TOKENS:])
+            return text + (self._tokenizer.id_to_token(token) or "")
         if token in self._special or self._tokenizer.id_to_token(token) is None:
             # The decoder never sees it, wherever it stands.
             return ""
@@ -147,6 +155,15 @@ def special_ids(tokenizer: Tokenizer) -> frozenset[int]:
     return frozenset(token for token, of in added.items() if of.special)
 
 
+@lru_cache(maxsize=16)
+def shown_ids(tokenizer: Tokenizer, markers: tuple[str, ...]) -> frozenset[int]:
+    """Special tokens whose names are in one of these markers."""
+    added = tokenizer.get_added_tokens_decoder()
+    return frozenset(
+        token for token in special_ids(tokenizer) if any(added[token].content in m for m in markers)
+    )
+
+
 def tail_of(text: str, words: Sequence[str]) -> int:
     """Characters at the text's end that may be the beginning of one of these words, of which it has
     none."""
@@ -170,8 +187,15 @@ class Piece:
 class TextStream:
     """The text of one answer, up to the first stop string in it, which may span several pushes."""
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stops: Sequence[str]) -> None:
-        self._detokenizer = Detokenizer(tokenizer, prompt)
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt: Sequence[int],
+        stops: Sequence[str],
+        shown: Set[int] = frozenset(),
+    ) -> None:
+        """`shown`: as of a `Detokenizer`."""
+        self._detokenizer = Detokenizer(tokenizer, prompt, shown)
         self._stops = tuple(stops)
         self._held = ""
         """Text that may be the beginning of a stop string."""

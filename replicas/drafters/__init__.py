@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from replicas.config import ReplicaConfig
+from replicas.drafters.clover import CloverSource
 from replicas.drafters.eagle3 import HeadSource
 from replicas.drafters.model import ModelSource
 from replicas.drafters.one_pass import OnePassSource
@@ -16,6 +17,7 @@ METHODS: dict[str, Callable[[ReplicaConfig, Any], DraftSource]] = {
     "eagle3": HeadSource.read,
     "dflash": OnePassSource.read,
     "dspark": OnePassSource.read,
+    "clover": CloverSource.read,
 }
 """Each is given transformers' config of the target, and reads no weights. Raises PairRefused, or
 OSError for a name not found."""

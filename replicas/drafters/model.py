@@ -20,10 +20,20 @@ from replicas.drafters.protocol import Drafter, DraftRequest, DraftSource, Obser
 from replicas.errors import PairRefused
 from replicas.kv_cache import TokenRange
 from replicas.memory import DraftMemory, MemoryPlan
-from replicas.models.build import build
-from replicas.models.loader import dtype_name, load_config, load_model, resolve
-from replicas.models.model_shape import ModelShape, weight_bytes, without_storage
-from replicas.models.paged_model import ALL, ForwardOptions, Model, prefill
+from replicas.models import (
+    ALL,
+    ForwardOptions,
+    Model,
+    ModelShape,
+    build_model,
+    dtype_name,
+    load_config,
+    load_model,
+    prefill,
+    resolve,
+    weight_bytes,
+    without_storage,
+)
 from replicas.names import is_planted
 from replicas.sampling import guess
 from replicas.stopwatch import Stopwatch
@@ -151,7 +161,7 @@ class ModelSource(DraftSource):
 
     def drafter(self, target: PreTrainedModel, config: ReplicaConfig, plan: MemoryPlan) -> Drafter:
         sizes = (plan.kv_blocks, plan.pair.context_len, plan.prepack)
-        model, _ = build(self.model, self.name, config, *sizes, exact=False)
+        model, _ = build_model(self.model, self.name, config, *sizes, exact=False)
         fixed = config.fixed_shapes(self.model.device)
         passes: Model = GraphedModel(model, plan.work.rows, [1, 2]) if fixed else model
         return ModelDrafter(passes, self.name, plan.work.pass_tokens)

@@ -28,7 +28,7 @@ from replicas.memory.buffers import (
     prepacked_bytes,
 )
 from replicas.memory.shapes import PairShape
-from replicas.models.loader import dtype_of
+from replicas.models import dtype_of
 from scheduler.config import SchedulerConfig
 
 _CPU_SHARE = 0.10

@@ -18,7 +18,6 @@ import dataclasses
 import multiprocessing
 import os
 from collections.abc import Callable, Iterable
-from multiprocessing.context import SpawnProcess
 from typing import TypeVar
 
 import torch
@@ -30,10 +29,10 @@ from replicas.decoding import load_grammars
 from replicas.errors import PairRefused
 from replicas.kv_cache import OutOfBlocks
 from replicas.memory import MemoryPlan, check_memory, free_bytes, plan_memory
-from replicas.models.loader import resolve_device
+from replicas.models import resolve_device
 from replicas.pair import load_pair, read_pair
 from replicas.parallel.drafts import FollowingDrafter, LeadingDrafter
-from replicas.parallel.ranks import FAILED_S, Failure, RankHandle, Ranks, ReplicaBroken
+from replicas.parallel.ranks import FAILED_S, Failure, LocalRank, RankHandle, Ranks, ReplicaBroken
 from replicas.parallel.rendezvous import (
     GROUP_TIMEOUT,
     LOOPBACK,
@@ -311,24 +310,6 @@ def _loaded(ranks: Ranks, kind: type[_T], within_s: float) -> list[_T]:
         if isinstance(answer, Failure):
             raise ranks.fail(f"rank {rank} failed with {answer}")
     return answers
-
-
-class LocalRank:
-    def __init__(self, process: SpawnProcess) -> None:
-        self.process = process
-
-    def ended(self) -> str | None:
-        code = self.process.exitcode
-        return None if code is None else f"exit code {code}"
-
-    def kill(self) -> None:
-        self.process.kill()
-
-    def leave(self, within_s: float) -> None:
-        self.process.join(within_s)
-        if self.process.is_alive():
-            self.process.kill()
-            self.process.join()
 
 
 def start_here(config: ReplicaConfig, rank: int, address: Address) -> LocalRank:

@@ -37,6 +37,7 @@ class Served:
     """Of the target, for a client that tokenizes by itself."""
     http: str
     grpc: str
+    log: Path
 
 
 Run = Callable[..., str]
@@ -65,7 +66,9 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         *("--verbose", "--http-port", str(ports[0]), "--grpc-port", str(ports[1])),
     ]
     with lockstep_serve(arguments, folder / "serve.log"):
-        yield Served(target, f"http://127.0.0.1:{ports[0]}", f"127.0.0.1:{ports[1]}")
+        yield Served(
+            target, f"http://127.0.0.1:{ports[0]}", f"127.0.0.1:{ports[1]}", folder / "serve.log"
+        )
 
 
 @pytest.fixture

@@ -29,7 +29,7 @@ from tests.replicas.pool import Failing
 from tests.tiny_pairs import pair_in, target_model, tiny_pair
 
 DRAFTERS = (
-    *("none", "model", "suffix", "eagle3", "dflash", "dspark", "toy"),
+    *("none", "model", "suffix", "eagle3", "dflash", "dspark", "clover", "toy"),
     *("never", "half", "always"),
 )
 RUNS = ((False, 8, "off"), (True, 8, "on"))
@@ -84,7 +84,7 @@ def world(hot: bool, architecture: str) -> tuple[list[Request], list[list[int]]]
         *(
             pytest.param(architecture, drafter, False, 8, "off", marks=pytest.mark.long)
             for architecture in ("qwen3", "glm4")
-            for drafter in ("model", "eagle3", "dflash", "dspark", *ORACLES)
+            for drafter in ("model", "eagle3", "dflash", "dspark", "clover", *ORACLES)
         ),
     ],
 )

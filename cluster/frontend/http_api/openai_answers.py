@@ -140,7 +140,7 @@ class OpenAIAnswer:
         text = written.echo * first + delta.text
         said: dict[str, Any] = {"text": text}
         if self._chat:
-            said = self._turn(text, delta.calls, first)
+            said = self._turn(text, delta, first)
         said["logprobs"] = None
         if asked.top_logprobs_wanted is not None:
             logprobs = self._chat_logprobs(told) if self._chat else self._logprobs(told, written)
@@ -148,6 +148,10 @@ class OpenAIAnswer:
         if asked.return_token_ids:
             said["token_ids"] = list(delta.tokens)
             said |= {"prompt_token_ids": list(written.sequence.prompt)} if first else {}
+        if asked.speculative_decoding_stats:
+            said["drafted"] = list(delta.drafted)
+            if end is not None:
+                said["speculative_decoding_stats"] = _stats(end.usage)
         if first and asked.prompt_logprobs is not None:
             said["prompt_logprobs"] = self._prompt_logprobs(written)
         reason = None
@@ -155,19 +159,33 @@ class OpenAIAnswer:
             self._ends[delta.index] = end
             reason = _FINISH_REASONS.get(end.reason)
             if reason == "stop" and written.sequence.called:
-                reason = "tool_calls"
+                functions = isinstance(asked, ChatRequest) and asked.calls_functions
+                reason = "function_call" if functions else "tool_calls"
         return {"index": delta.index, **said, "finish_reason": reason}
 
-    def _turn(self, text: str, calls: Sequence[CallDelta], first: bool) -> dict[str, Any]:
+    def _turn(self, text: str, delta: Delta, first: bool) -> dict[str, Any]:
         """The assistant's whole turn, or what a delta adds to it."""
+        reasoning = delta.reasoning
+        # vLLM's name, and that of most others.
+        told = {"reasoning": reasoning, "reasoning_content": reasoning} if reasoning else {}
+        functions = isinstance(self.asked, ChatRequest) and self.asked.calls_functions
         if not self.asked.stream:
+            made = [_called(call.whole) for call in delta.calls if call.whole is not None]
             turn: dict[str, Any] = {"role": "assistant", "content": text}
-            if made := [_called(call.whole) for call in calls if call.whole is not None]:
-                turn |= {"content": text or None, "tool_calls": made}
-            return {"message": turn}
+            if made or reasoning:
+                turn["content"] = text or None
+            if made:
+                calls = (
+                    {"function_call": made[0]["function"]} if functions else {"tool_calls": made}
+                )
+                turn |= calls
+            return {"message": turn | told}
         turn = {"role": "assistant"} if first else {}
-        turn |= {"content": text} if text or first else {}
-        return {"delta": turn | ({"tool_calls": _call_parts(calls)} if calls else {})}
+        turn |= {"content": text} if text or (first and not reasoning) else {}
+        parts = _call_parts(delta.calls)
+        if parts:
+            turn |= {"function_call": parts[0]["function"]} if functions else {"tool_calls": parts}
+        return {"delta": turn | told}
 
     def _usage(self) -> dict[str, Any]:
         """A prompt counts once, however many choices it has."""
@@ -185,6 +203,7 @@ class OpenAIAnswer:
                 "cached_tokens": sum(end.usage.cached_tokens for end in prompts)
             },
             "completion_tokens_details": {
+                "reasoning_tokens": sum(end.reasoning_tokens for end in ends.values()),
                 "accepted_prediction_tokens": accepted,
                 "rejected_prediction_tokens": drafted - accepted,
             },
@@ -321,6 +340,15 @@ def _call_parts(calls: Iterable[CallDelta]) -> list[dict[str, Any]]:
 def _called(call: ToolCall) -> dict[str, Any]:
     function = {"name": call.name, "arguments": call.arguments}
     return {"id": call.id, "type": "function", "function": function}
+
+
+def _stats(usage: Usage) -> dict[str, Any]:
+    return {
+        "num_drafts": usage.drafts,
+        "num_draft_tokens": usage.draft_tokens,
+        "num_accepted_tokens": usage.accepted_tokens,
+        "num_accepted_tokens_per_pos": list(usage.accepted_at),
+    }
 
 
 def _speculation(usage: Usage) -> dict[str, Any]:

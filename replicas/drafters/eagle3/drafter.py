@@ -26,10 +26,15 @@ from replicas.errors import PairRefused
 from replicas.invariant import Arithmetic
 from replicas.kv_cache import SCRAP_BLOCK
 from replicas.memory import DraftMemory, MemoryPlan
-from replicas.models.build import attention_over, cache_of, computes_on_host
-from replicas.models.loader import dtype_of, resolve
-from replicas.models.model_shape import ModelShape
-from replicas.models.paged_model import ALL
+from replicas.models import (
+    ALL,
+    ModelShape,
+    attention_over,
+    cache_of,
+    computes_on_host,
+    dtype_of,
+    resolve,
+)
 from replicas.sampling import guess
 from replicas.stopwatch import Stopwatch
 from replicas.transfers import upload

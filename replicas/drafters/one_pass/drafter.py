@@ -1,19 +1,19 @@
 """Drafts a whole block in one pass of a few layers, then walks its slots to choose tokens.
 
-Its KV of a position is made of the target's hidden states there and of nothing else. Those of
-steps without drafts are kept and taken in together, when the row drafts next or after TOGETHER of
-them; so every position before a row's last token is there whenever it drafts.
+Its KV of a position is made of the target's hidden states there and of nothing else, so every
+position before a row's last token is there whenever the row drafts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from transformers import PreTrainedModel
 
 from replicas.config import DRAFTING_FIELD, ReplicaConfig
+from replicas.drafters.backlog import Backlog
 from replicas.drafters.checkpoints import no_storage
 from replicas.drafters.one_pass.layers import OnePassLayers
 from replicas.drafters.one_pass.markov import MarkovHead
@@ -22,28 +22,18 @@ from replicas.drafters.protocol import Drafter, DraftRequest, DraftSource, Obser
 from replicas.errors import PairRefused
 from replicas.invariant import Arithmetic
 from replicas.memory import DraftMemory, MemoryPlan
-from replicas.models.build import attention_over, cache_of, computes_on_host
-from replicas.models.loader import dtype_of, resolve
-from replicas.models.model_shape import ModelShape
-from replicas.models.paged_model import AttentionBackend
+from replicas.models import (
+    AttentionBackend,
+    ModelShape,
+    attention_over,
+    cache_of,
+    computes_on_host,
+    dtype_of,
+    resolve,
+)
 from replicas.sampling import guess
 from replicas.stopwatch import Stopwatch
 from replicas.transfers import upload
-
-TOGETHER = 16
-"""Positions of a row that are taken in at the latest while no row of its batch drafts."""
-
-
-@dataclass(slots=True)
-class _Row:
-    valid: int
-    """KV positions."""
-    hidden: list[list[torch.Tensor]] = field(default_factory=list)  # each [positions, hidden]
-    """The hidden states from there on that were seen and not taken in: of each part, by layer."""
-
-    @property
-    def behind(self) -> int:
-        return sum(part[0].shape[0] for part in self.hidden)
 
 
 class OnePassDrafter:
@@ -55,37 +45,22 @@ class OnePassDrafter:
         self.aux_layers = tuple(sorted(set(layers.config.aux_layers)))
         self._order = [self.aux_layers.index(number) for number in layers.config.aux_layers]
         self._layers, self._markov, self._backend = layers, markov, backend
-        self._rows: dict[str, _Row] = {}
+        self._backlog = Backlog()
 
     def begin(self, row: str, tokens: Sequence[int], salt: str, prefilled: int) -> None:
-        self._rows[row] = _Row(prefilled)
+        self._backlog.begin(row, prefilled)
 
     def end(self, row: str) -> None:
-        self._rows.pop(row, None)
+        self._backlog.end(row)
 
     def valid(self, row: str) -> int | None:
-        return self._rows[row].valid
+        return self._backlog.valid(row)
 
     def rollback(self, rows: Sequence[str], lengths: Sequence[int]) -> None:
-        for id, length in zip(rows, lengths, strict=True):
-            row = self._rows[id]
-            row.valid = min(row.valid, length - 1)
-            if count := min(length - 1 - row.valid, row.behind):
-                joined = (torch.cat(states) for states in zip(*row.hidden, strict=True))
-                row.hidden = [[states[:count] for states in joined]]
-            else:
-                row.hidden = []
+        self._backlog.rollback(rows, lengths)
 
     def observe(self, observed: Observation) -> None:
-        first = 0
-        for id, (begin, end) in zip(observed.ids, observed.ranges, strict=True):
-            row = self._rows[id]
-            assert row.valid + row.behind == begin, "it sees every position once"
-            span = slice(first, first + end - begin)
-            row.hidden.append([states[span] for states in observed.aux_hidden_states])
-            first += end - begin
-        prefilled = observed.drafted is None
-        if prefilled or any(self._rows[id].behind >= TOGETHER for id in observed.ids):
+        if self._backlog.observe(observed):
             self._take_in(observed.ids, observed.table)
 
     def propose(self, request: DraftRequest, watch: Stopwatch) -> Proposal:
@@ -101,25 +76,17 @@ class OnePassDrafter:
         table: torch.Tensor,  # [rows, blocks], int64
     ) -> None:
         """All that was seen of these rows."""
-        behind = [at for at, id in enumerate(ids) if self._rows[id].hidden]
-        if not behind:
-            return
-        if len(behind) < len(ids):
-            table = table.index_select(0, upload(behind, torch.int64, table.device))
-        rows = [self._rows[ids[at]] for at in behind]
-        ranges = [(row.valid, row.valid + row.behind) for row in rows]
-        parts = zip(*(part for row in rows for part in row.hidden), strict=True)
-        hidden = [torch.cat(states) for states in parts]
-        layout = self._backend.ranges_layout(table, ranges)
-        self._layers.write_context([hidden[index] for index in self._order], layout)
-        for row, (_, end) in zip(rows, ranges, strict=True):
-            row.valid, row.hidden = end, []
+        if (arrears := self._backlog.take(ids, table)) is not None:
+            layout = self._backend.ranges_layout(arrears.table, arrears.ranges)
+            hidden = [arrears.hidden[index] for index in self._order]
+            self._layers.write_context(hidden, layout)
+            self._backlog.settle(arrears)
 
     def _drafted(self, request: DraftRequest, k: int) -> torch.Tensor:  # [k, rows], int64
         layers, first = self._layers, self._layers.config.first
         starts = [len(content) - 1 for content in request.contents]
         for id, start in zip(request.ids, starts, strict=True):
-            assert self._rows[id].valid == start, "all context is there"
+            assert self._backlog.valid(id) == start, "all context is there"
         last = [content[-1] for content in request.contents]
         token = upload(last, torch.int64, request.table.device)
         hidden = layers.forward(token, starts, request.table)[:, first : first + k]

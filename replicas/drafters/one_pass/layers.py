@@ -15,8 +15,9 @@ import torch
 from torch.nn.functional import embedding, rms_norm, scaled_dot_product_attention, silu
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
-from replicas.drafters.one_pass.head_config import MASK, OnePassConfig
+from replicas.drafters.one_pass.head_config import MASK
 from replicas.drafters.one_pass.weights import OnePassHead
+from replicas.drafters.parts import joined_product, rotary_table, rotated
 from replicas.invariant import Product
 from replicas.kv_cache import PagedCache
 from replicas.transfers import upload
@@ -56,11 +57,7 @@ class OnePassLayers:
         self._fc = Product.of(tensors["fc.weight"], None, prepack)
 
         def product(names: Sequence[str]) -> Product:
-            weights, biases = (
-                [tensors[key] for name in names if (key := f"{name}.{part}") in tensors]
-                for part in ("weight", "bias")
-            )
-            return Product.of(torch.cat(weights), torch.cat(biases) if biases else None, prepack)
+            return joined_product(tensors, names, prepack)
 
         names = [f"layers.{number}." for number in range(config.num_hidden_layers)]
         self._context = product([f"{name}self_attn.{of}_proj" for name in names for of in "kv"])
@@ -77,7 +74,10 @@ class OnePassLayers:
             )
             for name in names
         ]
-        self._cos, self._sin = _rotary(config, cache)
+        # A block may lie at the end of the context.
+        positions = cache.shape.context_len + config.block_size
+        rotary = Qwen3RotaryEmbedding(config.layer)
+        self._cos, self._sin = rotary_table(rotary, positions, cache.layers[0])
 
     def write_context(
         self,
@@ -91,7 +91,7 @@ class OnePassLayers:
         cos, sin = self._turns(layout.positions[: kv.shape[0]])
         for number, fresh in enumerate(kv.view(shape).unbind(1)):
             keys = self._normed(fresh[:, 0], self._layers[number].key_norm)
-            fresh = torch.stack((_rotated(keys, cos, sin), fresh[:, 1]), 1)
+            fresh = torch.stack((rotated(keys, cos, sin), fresh[:, 1]), 1)
             self.cache.write(number, layout.slots, fresh)
 
     def forward(
@@ -119,7 +119,7 @@ class OnePassLayers:
             qkv = qkv.view(x.shape[0], -1, config.head_dim)
             queries = self._normed(qkv[:, : self._heads], layer.query_norm)
             keys = self._normed(qkv[:, self._heads : turned], layer.key_norm)
-            fresh = (_rotated(queries, cos, sin), _rotated(keys, cos, sin), qkv[:, turned:])
+            fresh = (rotated(queries, cos, sin), rotated(keys, cos, sin), qkv[:, turned:])
             queries, keys, values = (
                 one.view(rows, -1, *one.shape[1:]).transpose(1, 2) for one in fresh
             )
@@ -209,23 +209,3 @@ class OnePassLayers:
 
     def _normed(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return rms_norm(x, weight.shape, weight, self.config.eps)
-
-
-def _rotary(config: OnePassConfig, cache: PagedCache) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines, [positions, head_dim], also for a block at the end of the context."""
-    store = cache.layers[0]
-    rotary: Any = Qwen3RotaryEmbedding(config.layer)
-    count = cache.shape.context_len + config.block_size
-    angles = torch.arange(count).double()[:, None] * rotary.inv_freq.double()
-    angles = torch.cat((angles, angles), -1)
-    cos, sin = (turn * rotary.attention_scaling for turn in (angles.cos(), angles.sin()))
-    return cos.to(store.device, store.dtype), sin.to(store.device, store.dtype)
-
-
-def _rotated(
-    x: torch.Tensor,  # [tokens, heads, head_dim]
-    cos: torch.Tensor,  # [tokens, 1, head_dim]
-    sin: torch.Tensor,
-) -> torch.Tensor:
-    low, high = x.chunk(2, -1)
-    return x * cos + torch.cat((-high, low), -1) * sin

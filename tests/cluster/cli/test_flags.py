@@ -199,7 +199,7 @@ def test_of_a_key_the_settings_have_the_hash(
         (
             ["--speculative-config", "sufix"],
             "--speculative-config: method: must be 'draft_model', 'suffix', 'eagle3', 'dflash',"
-            " 'dspark' or 'none', is 'sufix'",
+            " 'dspark', 'clover' or 'none', is 'sufix'",
         ),
         (
             ["--speculative-config", '{"method": "suffix", "num_speculative_tokens": 12}'],

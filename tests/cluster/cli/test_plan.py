@@ -18,7 +18,7 @@ from cluster.cli.main import main
 from cluster.cli.plan import planned_of
 from cluster.config_sources import from_args, from_file
 from cluster.worker import resources
-from replicas import replica as replica_module
+from replicas import pair as pair_module
 from replicas.memory import MemoryPlan, plan_memory
 from replicas.replica import Replica
 from tests import tiny_pairs  # noqa: F401  (what attends on a CPU where passes are recorded)
@@ -71,7 +71,7 @@ def made_by_a_replica(path: Path, loads: bool, monkeypatch: pytest.MonkeyPatch) 
             raise PlannedError
         return made[-1]
 
-    monkeypatch.setattr(replica_module, "plan_memory", noting)
+    monkeypatch.setattr(pair_module, "plan_memory", noting)
     with nullcontext() if loads else pytest.raises(PlannedError):
         spec = Replica.load(resources.replica_config(from_file(path))).spec
         assert spec.kv_blocks == made[-1].kv_blocks

@@ -4,11 +4,8 @@ that does not fit is refused by name."""
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-import random
 from collections.abc import Sequence
-from functools import cache
 from itertools import count
 from math import prod
 from pathlib import Path
@@ -17,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import PreTrainedModel
 
 from replicas.config import ReplicaConfig
-from replicas.drafters import DraftRequest, Observation
+from replicas.drafters import DraftRequest
+from replicas.drafters.backlog import TOGETHER
 from replicas.drafters.one_pass import (
     OnePassSource,
     drafter as module,
@@ -28,7 +25,6 @@ from replicas.drafters.one_pass import (
     load_one_pass,
     read_one_pass,
 )
-from replicas.drafters.one_pass.drafter import TOGETHER
 from replicas.drafters.one_pass.head_config import one_pass_config
 from replicas.errors import PairRefused
 from replicas.memory import plan_memory
@@ -45,6 +41,7 @@ from tests.replicas.one_pass_heads import (
     save_one_pass,
 )
 from tests.replicas.pool import Client, failing_pass, prompt
+from tests.replicas.told_rows import ToldRows, drafter_in_float64, hidden_states, plain_target
 from tests.tiny_pairs import DEVICE, target_model, tiny_pair
 
 CPU = torch.device("cpu")
@@ -90,21 +87,6 @@ HEADS: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
 """What a config.json says, what that means, and tensors beside."""
 
 
-@cache
-def plain_target() -> PreTrainedModel:
-    """In float64; a copy: asking for hidden states changes its layers."""
-    return copy.deepcopy(target_model("llama")).double()
-
-
-def hidden_states(content: Sequence[int], layers: Sequence[int]) -> list[torch.Tensor]:
-    """Of all tokens but the last, each [tokens, width], in float64."""
-    if len(content) == 1:
-        return [torch.empty((0, TARGET.hidden_size)).double() for _ in layers]
-    with torch.no_grad():
-        out = plain_target()(torch.tensor([content[:-1]]), output_hidden_states=True)
-    return [out.hidden_states[number][0] for number in layers]
-
-
 def plain(path: str, whole: dict[str, Any], meaning: dict[str, Any]) -> PlainOnePass:
     tensors = load_file(Path(path) / "model.safetensors")
     return PlainOnePass(whole, tensors, plain_target(), **meaning)
@@ -117,105 +99,12 @@ def aux_layers(whole: dict[str, Any]) -> list[int]:
     return [number + 1 for number in keys["target_layer_ids"]]
 
 
-class Rows:
-    """Plays a step to a drafter of its own in float64: rows with fixed contents, of which the
-    drafter is told bit by bit."""
-
-    def __init__(self, path: str, lengths: Sequence[int], monkeypatch: pytest.MonkeyPatch) -> None:
-        of_head = read_one_pass(path, TARGET)
-        source = OnePassSource(path, load_one_pass(path, of_head, torch.float64, CPU))
-        config = ReplicaConfig(device="cpu", block_size=4, num_gpu_blocks_override=256)
-        shape = dataclasses.replace(tiny_pair("llama"), draft=source).shape
-        plan = plan_memory(config, shape, CPU, loaded=True)
-        plan = dataclasses.replace(plan, buffers=dataclasses.replace(plan.buffers, prepacked=0))
-        self.drafter: Any = source.drafter(plain_target(), config, plan)
-        self.cache = self.drafter._layers.cache
-        rng = random.Random(5)
-        self.whole = [[rng.randrange(TARGET_VOCAB) for _ in range(200)] for _ in lengths]
-        self.lengths = list(lengths)
-        self.ids = [str(row) for row in range(len(lengths))]
-        # Rows' blocks lie anywhere.
-        self.table = torch.randperm(250)[: 40 * len(lengths)].view(len(lengths), -1) + 1
-        for id, content in zip(self.ids, self.contents, strict=True):
-            self.drafter.begin(id, content, "", 0)
-        self.scores: list[torch.Tensor] = []
-
-        def recording(scores: torch.Tensor, *rest: Any) -> torch.Tensor:
-            self.scores.append(scores)
-            return guess(scores, *rest)
-
-        guess = module.guess
-        monkeypatch.setattr(module, "guess", recording)
-
-    @property
-    def contents(self) -> list[list[int]]:
-        return [own[:length] for own, length in zip(self.whole, self.lengths, strict=True)]
-
-    def _observe(self, rows: list[int], ranges: list[tuple[int, int]], drafted: Any) -> None:
-        states = [
-            [part[begin:end] for part in hidden_states(self.whole[row][: end + 1], self._layers)]
-            for row, (begin, end) in zip(rows, ranges, strict=True)
-        ]
-        committed = [
-            self.whole[row][begin + 1 : end + 1] if drafted is not None else []
-            for row, (begin, end) in zip(rows, ranges, strict=True)
-        ]
-        joined = [torch.cat(parts) for parts in zip(*states, strict=True)]
-        contents, ids = self.contents, [self.ids[row] for row in rows]
-        self.drafter.observe(
-            Observation(
-                *(ids, [contents[row] for row in rows], ranges, self.table[rows]),
-                *(committed, drafted, joined),
-            )
-        )
-
-    @property
-    def _layers(self) -> tuple[int, ...]:
-        layers: tuple[int, ...] = self.drafter.aux_layers
-        return layers
-
-    def prefill(self, chunk: int) -> None:
-        for begin in range(0, max(self.lengths) - 1, chunk):
-            rows = [row for row, length in enumerate(self.lengths) if length - 1 > begin]
-            ends = [min(begin + chunk, self.lengths[row] - 1) for row in rows]
-            self._observe(rows, [(begin, end) for end in ends], None)
-
-    def check(self, *committed: int, drafted: int = 3) -> None:
-        """Each row commits so many tokens."""
-        rows = list(range(len(committed)))
-        ranges = [
-            (length - 1, length - 1 + new)
-            for length, new in zip(self.lengths, committed, strict=True)
-        ]
-        self._observe(rows, ranges, [drafted] * len(rows))
-        self.lengths = [length + new for length, new in zip(self.lengths, committed, strict=True)]
-
-    def take_back(self, lengths: list[int]) -> None:
-        self.drafter.rollback(self.ids, lengths)
-        self.lengths = lengths
-
-    def propose(self, k: int, sampling: Sequence[Sampling] = ()) -> Any:
-        """The drafts of each row, and the logits, [k, rows, vocab]."""
-        batch = SamplingBatch.of(sampling or [Sampling()] * len(self.ids), CPU)
-        ends = torch.tensor(self.lengths)[:, None] - 1
-        noise = batch.noise_after(ends + torch.arange(k + 1))
-        lens = [max(k - row, 0) for row in range(len(self.ids))]
-        request = DraftRequest(self.ids, self.contents, lens, batch, self.table, noise)
-        self.scores.clear()
-        before = [layer.clone() for layer in self.cache.layers]
-        with torch.inference_mode():
-            proposal = self.drafter.propose(request, Stopwatch(CPU))
-        for layer, was in zip(self.cache.layers, before, strict=True):
-            written = (layer != was).flatten(2).any(-1).nonzero()
-            allowed = {
-                (int(self.table[row, at // 4]), at % 4)
-                for row, length in enumerate(self.lengths)
-                for at in range(length - 1)
-            }
-            assert {(int(block), int(at)) for block, at in written} <= allowed
-        most = self.drafter._layers.config.most
-        assert list(proposal.lens) == [min(length, most) for length in lens]
-        return proposal.tokens.t().tolist(), torch.stack(self.scores)
+def told_rows(path: str, lengths: Sequence[int], monkeypatch: pytest.MonkeyPatch) -> ToldRows:
+    """Of a drafter in float64 with this head."""
+    of_head = read_one_pass(path, TARGET)
+    source = OnePassSource(path, load_one_pass(path, of_head, torch.float64, CPU))
+    drafter: Any = drafter_in_float64(source)
+    return ToldRows(drafter, drafter._layers.cache, module, lengths, monkeypatch)
 
 
 @pytest.mark.parametrize(("whole", "meaning", "tensors"), HEADS, ids=count())
@@ -230,11 +119,13 @@ def test_logits_are_those_of_the_equations(
     without drafts, and a batch that failed; a block is written nowhere."""
     monkeypatch.setattr(layers_module, "_GATHERED_MOST", 2000)  # rows go in several parts
     path = save_one_pass(tmp_path, TARGET, whole, **tensors)
-    head, rows = plain(path, whole, meaning), Rows(path, (1, 2, 9, 23), monkeypatch)
+    head, rows = plain(path, whole, meaning), told_rows(path, (1, 2, 9, 23), monkeypatch)
 
     def compare(k: int) -> None:
         drafts, logits = rows.propose(k)
-        k = min(k, whole["block_size"] - head.first)
+        most = whole["block_size"] - head.first
+        assert rows.lens == [min(asked, most) for asked in rows.asked]
+        k = min(k, most)
         assert len(logits) == k
         for row, content in enumerate(rows.contents):
             hidden = torch.cat(hidden_states(content, aux_layers(whole)), -1)
@@ -268,7 +159,7 @@ def test_a_sampled_row_drafts_what_the_target_would_choose_with_its_noise(
 ) -> None:
     whole, meaning, tensors = HEADS[which]
     path = save_one_pass(tmp_path, TARGET, whole, **tensors)
-    head, rows = plain(path, whole, meaning), Rows(path, (3, 9, 14), monkeypatch)
+    head, rows = plain(path, whole, meaning), told_rows(path, (3, 9, 14), monkeypatch)
     rows.prefill(chunk=100)
     sampling = [Sampling(1.5, seed=3), Sampling(), Sampling(0.8, seed=4)]
     drafts, logits = rows.propose(3, sampling)

@@ -101,7 +101,7 @@ def test_without_a_proof_float32_is_computed_in_tiles(monkeypatch: pytest.Monkey
 def deterministic(model: PreTrainedModel) -> tuple[PagedModel, str]:
     dtype = str(model.dtype).removeprefix("torch.")
     config = ReplicaConfig(device="cpu", dtype=dtype, deterministic=True, block_size=BLOCK_SIZE)
-    return building.build(model, "tiny", config, 512, 256, False)
+    return building.build_model(model, "tiny", config, 512, 256, False)
 
 
 def _mixes_tokens(x: torch.Tensor) -> torch.Tensor:

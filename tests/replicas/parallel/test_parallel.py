@@ -23,8 +23,8 @@ from replicas.memory import MemoryPlan, PairShape, plan_memory
 from replicas.names import SHAPES
 from replicas.pair import read_pair
 from replicas.parallel import parallel_replica as parallel, ranks
-from replicas.parallel.parallel_replica import LocalRank, ParallelReplica, load_parallel, start_here
-from replicas.parallel.ranks import Failure, Ranks, ReplicaBroken
+from replicas.parallel.parallel_replica import ParallelReplica, load_parallel, start_here
+from replicas.parallel.ranks import Failure, LocalRank, Ranks, ReplicaBroken
 from replicas.parallel.rendezvous import Address, Channel, Store, host_store, join_store
 from replicas.replica import Replica
 from scheduler.config import SchedulerConfig

@@ -49,6 +49,7 @@ class GenerationRequest(Known, BaseModel):  # the linter looks no further than i
     structured_outputs: StructuredOutputs | None = None
     prompt_logprobs: int | None = None
     return_token_ids: bool = False
+    speculative_decoding_stats: bool = False
     committed_token_ids: list[int] = []
 
     @field_validator("logit_bias")

@@ -20,7 +20,7 @@ import pytest
 from tests.free_ports import free_port
 from tests.serving import lockstep_serve
 
-_ROOT = Path(__file__).parents[2]
+_ROOT = Path(__file__).parents[3]
 BOUND_S = 120.0
 NAMES = ("h2", "json", "torch", "numpy", "socket", "pickle", "array", "cluster", "replicas")
 MODULE = """
