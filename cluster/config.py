@@ -13,6 +13,7 @@ from typing import Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from cluster.error_messages import joined, problems
+from cluster.parser_names import ReasoningParser, ToolCallParser
 from replicas.config import ReplicaConfig
 from scheduler.config import SchedulerConfig
 from scheduler.scaling import AutoscalingConfig
@@ -57,48 +58,6 @@ class PoolConfig(_Settings):
     def beat_s(self) -> float:
         """How often a replica and a frontend show that they live."""
         return self.lease_s / 3
-
-
-ReasoningParser = Literal[
-    "auto",
-    "none",
-    "deepseek_r1",
-    "deepseek_v3",
-    "glm4",
-    "glm45",
-    "gpt_oss",
-    "granite",
-    "hunyuan_a13b",
-    "kimi_k2",
-    "minimax_m2",
-    "mistral",
-    "olmo3",
-    "qwen3",
-    "seed_oss",
-    "step3",
-    "openai_gptoss",
-]
-"""The names of `cluster.frontend.reasoning`."""
-ToolCallParser = Literal[
-    "auto",
-    "deepseek_v3",
-    "deepseek_v31",
-    "glm4",
-    "glm45",
-    "gpt_oss",
-    "hermes",
-    "kimi_k2",
-    "llama3_json",
-    "mistral",
-    "mistral_json",
-    "pythonic",
-    "qwen3_coder",
-    "glm47",
-    "llama4_pythonic",
-    "openai",
-    "qwen3_xml",
-]
-"""The names of `cluster.frontend.tools`."""
 
 
 class FrontendConfig(_Settings):

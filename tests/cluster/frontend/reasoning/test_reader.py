@@ -10,10 +10,10 @@ from typing import get_args
 import pytest
 from hypothesis import given, strategies as st
 
-from cluster.config import ReasoningParser, ToolCallParser
 from cluster.frontend.reasoning import REASONING_FORMATS, ReasoningReader, reasoning_format
 from cluster.frontend.reasoning.formats import PARSERS
 from cluster.frontend.tools.formats import PARSERS as TOOL_PARSERS
+from cluster.parser_names import ReasoningParser, ToolCallParser
 
 READ = [
     ("qwen3", None, "<think>\nI see.\n</think>\n\nYes.", "I see.", "Yes."),
