@@ -25,7 +25,7 @@ STREAMS, TOKENS = 16, 96
 
 
 async def answers(config: ClusterConfig, kill: bool) -> tuple[list[list[int]], float]:
-    """Of each stream its tokens; the longest silence of any. Kills a replica once all have begun."""
+    """Of each stream its tokens; the longest silence of any. Kills a replica when all run."""
     begun = asyncio.Barrier(STREAMS + 1)
     silence_s = 0.0
 

@@ -79,19 +79,25 @@ def parts_of(device: str, folder: Path) -> list[Part]:
     tests = tests or ["tests/replicas/cuda/test_kernels.py"]
     return [
         part(
-            *("cluster", 200.0, "benchmarks.cluster", "--parts", "real", "--replicas", "2"),
+            "cluster",
+            200.0,
+            *("benchmarks.cluster", "--parts", "real", "--replicas", "2", "--draft", target),
             *("--requests-per-client", "2", "--new-tokens", "64", *loop, *ours),
             *figures("cluster"),
         ),
         part("killed", 120.0, "benchmarks.gpu.killed", *ours),
         part(
-            *("process", 200.0, "benchmarks.gpu", *shape, "--device", device, *dtype),
-            *("--rounds", "1", "--new-tokens", "48", "--prompt-tokens", "64", "--alone", "4"),
+            "process",
+            200.0,
+            *("benchmarks.gpu", *shape, "--device", device, *dtype, "--rounds", "1"),
+            *("--new-tokens", "48", "--prompt-tokens", "64", "--alone", "4"),
             *figures("process"),
         ),
         part(
-            *("verify", 90.0, "cluster.cli.main", "verify", "--prompts", str(prompts)),
-            *("--target", target, "--device", device, *dtype, "--max-new-tokens", "32", *same),
+            "verify",
+            90.0,
+            *("cluster.cli.main", "verify", "--prompts", str(prompts), "--target", target),
+            *("--device", device, *dtype, "--max-new-tokens", "32", *same),
         ),
         part("tests", 150.0, "pytest", "-q", "-x", *tests, LOCKSTEP_TEST_DEVICE=device),
     ]

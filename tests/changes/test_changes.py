@@ -46,16 +46,23 @@ GAP_S_MAX = 60.0
 GRACE_S = 2.0
 assert GRACE_S < START_S
 BOUND_S = 200.0
+ASKED = {
+    "model": "tiny",
+    "prompt": PROMPTS,
+    "max_tokens": TOKENS,
+    "temperature": 0,
+    "ignore_eos": True,
+}
 Settings = dict[str, Any]
 States = dict[str, dict[str, int]]
 
 
-def right(target: str) -> list[str]:
+def right(target: str, count: int = TOKENS) -> list[str]:
     """What a target says to each prompt."""
     said = []
     for prompt in PROMPTS:
         ids = tokenizer().encode(prompt).ids
-        whole = tokenizer().decode(ids + perfect(ids, TOKENS, name=target))
+        whole = tokenizer().decode(ids + perfect(ids, count, name=target))
         said.append(whole[len(prompt) :])
     return said
 
@@ -141,7 +148,7 @@ def load(hosted: HostedCluster, out: Path, in_flight: int = 4) -> Iterator[Load]
         "ignore_eos": True,
     }
     script = ROOT / "tests" / "changes" / "openai_load.py"
-    command = [PYTHON, script, f"{hosted.http}/v1", in_flight, out, json.dumps(asked)]
+    command = [PYTHON, script, f"{hosted.http}/v1", in_flight, out, json.dumps(ASKED)]
 
     def lines() -> int:
         return out.read_text().count("\n") if out.exists() else 0
@@ -276,3 +283,26 @@ def test_a_killed_frontend_leaves_no_bare_error(
     assert seen.lost, "nothing was hit"
     for call in seen.lost:
         assert call["status"] in (503, "UNAVAILABLE"), call
+
+
+@pytest.mark.skipif(not CLIENTS.exists(), reason="make test-slow installs the openai package")
+def test_streams_that_are_continued_as_the_page_says_lose_nothing(
+    hosted: HostedCluster, shipped: Shipped
+) -> None:
+    """Both frontends are killed in the middle."""
+    hosted.wait_for_state(rolled(shipped.changed(1, frontend={"number": 2})), BOUND_S)
+    streams, count = 8, 300
+    script = ROOT / "tests" / "changes" / "continued.py"
+    asked = json.dumps(ASKED | {"max_tokens": count})
+    command = [CLIENTS, script, f"{hosted.http}/v1", streams, asked]
+    with subprocess.Popen(list(map(str, command)), stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout
+            assert process.stdout.readline() == "all have begun\n"
+            for frontend in hosted.processes("frontend"):
+                os.kill(frontend.pid, signal.SIGKILL)
+            found = json.loads(process.stdout.read())
+        finally:
+            process.kill()
+    wanted = right("one", count)
+    assert found == [wanted[number % len(PROMPTS)] for number in range(streams)]
