@@ -140,13 +140,6 @@ def hosted(shipped: Shipped) -> Iterator[HostedCluster]:
 
 @contextmanager
 def load(hosted: HostedCluster, out: Path, in_flight: int = 4) -> Iterator[Load]:
-    asked = {
-        "model": "tiny",
-        "prompt": PROMPTS,
-        "max_tokens": TOKENS,
-        "temperature": 0,
-        "ignore_eos": True,
-    }
     script = ROOT / "tests" / "changes" / "openai_load.py"
     command = [PYTHON, script, f"{hosted.http}/v1", in_flight, out, json.dumps(ASKED)]
 
