@@ -10,6 +10,7 @@ from ray.serve import Application
 
 from cluster.app import build_app
 from cluster.config_sources import from_args
+from cluster.frontend.target_text import TargetText
 from replicas.config import ReplicaConfig
 from tests.cluster.fakes import FakeReplica, load_fake_text
 
@@ -25,5 +26,16 @@ def load(config: ReplicaConfig) -> FakeReplica:
     return FakeReplica(step_s=0.02, prefill_s=0.02, name=config.target)
 
 
+class LightText(TargetText):
+    """Of a frontend that is asked for no structure: it loads nothing for them."""
+
+    grammars = None
+
+
+def load_text(config: ReplicaConfig) -> LightText:
+    text = load_fake_text(config)
+    return LightText(text.tokenizer, text.eos_token_ids, text.context_len, text.encoder)
+
+
 def build(args: Mapping[str, Any]) -> Application:
-    return build_app(from_args(args), load, load_fake_text)
+    return build_app(from_args(args), load, load_text)
