@@ -23,11 +23,10 @@ from typing import Any
 
 from cluster.config import ClusterConfig
 from cluster.metrics import PoolMeter
+from cluster.pool.leaving import Leaving
 from cluster.pool.overview import BATCHES_MAX, batch_view, requests_in_flight
-from cluster.pool.peers import FrontendPeer, WorkerPeer, deliver, incompatible, requests_of
+from cluster.pool.peers import FrontendPeer, WorkerPeer, deliver, incompatible, load_of, requests_of
 from cluster.pool.protocol import (
-    REPLACED,
-    STOPPING,
     BatchView,
     Beat,
     Counted,
@@ -38,7 +37,6 @@ from cluster.pool.protocol import (
     PoolState,
     PoolView,
     StopReply,
-    Successor,
 )
 from cluster.transport import Stream
 from scheduler.messages import (
@@ -57,17 +55,12 @@ from scheduler.messages import (
     Submit,
     Tick,
 )
-from scheduler.scaling import ShardLoad
 from scheduler.scheduler import Scheduler
 
 log = logging.getLogger("lockstep.pool")
 
 _TICK_S = 0.05
 """How often deadlines and leases are checked, at least."""
-_SETTLE_S = 5.0
-"""How long a last replica stays, though nothing runs, while another pool takes this one's place."""
-_GRACE_SHARE = 0.9
-"""Of the grace of a replica: then what runs is handed back, before Serve kills it."""
 _IDLE_EXIT_S = 60.0
 """The process ends after so long without a call."""
 _LAST_WORDS_S = 0.2
@@ -105,10 +98,7 @@ class PoolActor:
         """By the session's id."""
         self._owners: dict[str, FrontendPeer] = {}
         """Which frontend a live request belongs to."""
-        self._grace_s = _GRACE_SHARE * config.actors.drain_s
-        self._keeps_replicas = config.replicas_min > 0
-        self._awaits_successor = False
-        """The last replica has gone, or wants to, so that another one can start."""
+        self._leaving = Leaving(config)
         self._stopping_until_s = -math.inf
         self._cut = False
         self._ticker: asyncio.Task[None] | None = None
@@ -127,7 +117,6 @@ class PoolActor:
         if replica_id not in self._workers:
             log.info("replica %s joins: %s blocks on %s", replica_id, spec.kv_blocks, spec.device)
             self._workers[replica_id] = WorkerPeer(replace(spec, trials=()), process, self._clock())
-            self._awaits_successor = False
             self._step(ReplicaJoined(replica_id, spec))
             self._let_go()
             self._tell_frontends()
@@ -176,46 +165,17 @@ class PoolActor:
                 why = "hangs or is broken" if by_batch else "has left"
                 self._lose_worker(replica_id, why, by_batch)
                 return
-        self._hand_over(worker)
+        worker.hand_over()
 
     def _let_go(self) -> None:
-        """Drain the replicas that want to go and can."""
-        for replica_id, worker in self._workers.items():
-            if worker.successor is None or worker.draining:
-                continue
-            others = any(peer.successor is None for peer in self._workers.values())
-            if not others and worker.successor is Successor.AFTER and self._keeps_replicas:
-                self._awaits_successor = True
-            if others or self._can_do_without(worker):
-                log.info("replica %s drains", replica_id)
-                worker.draining = True
-                self._step(ReplicaDraining(replica_id))
-                self._hand_over(worker)
-                self._tell_frontends()
-            elif not worker.held:
-                worker.held = True
-                log.info("replica %s is the last one and stays while requests run", replica_id)
-                self._tell_frontends()
-
-    @staticmethod
-    def _hand_over(worker: WorkerPeer) -> None:
-        """Tell a replica that drains once nothing here waits for it."""
-        if worker.draining and not worker.batches:
-            worker.post(DrainNote())
-            worker.flush_within(0.0)
-
-    def _can_do_without(self, worker: WorkerPeer) -> bool:
-        """Whether no request needs just this replica, the last one, which wants to go."""
-        if self._stopping or worker.successor is Successor.NONE:
-            return True
-        going_s = self._clock() - worker.going_s
-        if going_s > self._grace_s:
-            return True
-        unfinished = self.scheduler.pool.live_count()
-        if worker.successor is Successor.AFTER:
-            return not unfinished
-        # Frontends of this pool get calls until Serve's proxies know those of the next one.
-        return not self.frontends or (not unfinished and going_s > _SETTLE_S)
+        """Drain the replicas that want to go and may."""
+        live, now_s = self.scheduler.pool.live_count(), self._clock()
+        due = self._leaving.due(self._workers, bool(self.frontends), live, now_s, self._stopping)
+        for replica_id in due:
+            self._workers[replica_id].draining = True
+            self._step(ReplicaDraining(replica_id))
+            self._workers[replica_id].hand_over()
+            self._tell_frontends()
 
     # ------------------------------------------------------------------ frontends
 
@@ -242,7 +202,7 @@ class PoolActor:
     def _hear(self, frontend: FrontendPeer, message: Any) -> None:
         match message:
             case Submit(request):
-                refused = STOPPING if self._stopping else REPLACED if self._awaits_successor else ""
+                refused = self._leaving.refuses(self._stopping)
                 if refused and not message.accepted_before:
                     frontend.post(Reject(request.id, RejectCode.STOPPING, "", refused))
                     frontend.flush()
@@ -329,18 +289,8 @@ class PoolActor:
             asyncio.get_running_loop().call_later(_LAST_WORDS_S, self._abort)
 
     def _state(self) -> PoolState:
-        serving = [peer.spec for peer in self._workers.values() if not peer.draining]
-        if self._awaits_successor:
-            serving = []
-        books = self.scheduler.pool
-        load = ShardLoad(
-            serving=len(serving),
-            outstanding_tokens=books.outstanding_tokens,
-            length_max=max((spec.length_max for spec in serving), default=0),
-            expected_share=books.expected_share,
-        )
-        stopping = self._stopping
-        return PoolState(load, stopping, stopping and self._cut, self._failed)
+        load = load_of(self._workers, self.scheduler, self._leaving.awaits_successor)
+        return PoolState(load, self._stopping, self._stopping and self._cut, self._failed)
 
     def _tell_frontends(self) -> None:
         """What the pool says of itself has changed."""
