@@ -42,6 +42,7 @@ from cluster.worker.loading import stage, tell_of_weights, up
 from cluster.worker.resources import (
     RankProcess,
     RayRank,
+    frontends_surge_percent,
     gpus_of,
     host_of,
     placement,
@@ -237,7 +238,7 @@ def build_app(
         serve.ingress()(FrontendDeployment),
         name=FRONTEND,
         num_replicas=config.frontend.number,
-        max_surge_percent=100,
+        max_surge_percent=frontends_surge_percent(config),
         ray_actor_options={"num_cpus": actors.frontend_cpus},
         # More than the frontend admits: it refuses what it cannot serve, with the time to come
         # back, while Serve's proxy would let such calls wait without a bound.

@@ -184,7 +184,7 @@ class ActorsConfig(_Settings):
         None,
         description="Whether a change starts a new replica beside the one that it replaces. If "
         "not, the old one ends first, and while none is there new requests are refused. Null: "
-        "yes without GPUs; else if Ray knows a free GPU for it at deploy time.",
+        "if Ray knows a place for one more at deploy time.",
     )
     start_s: float = Field(
         600.0,

@@ -35,7 +35,7 @@ from tests.chaos.hosted import HostedCluster, Plan
 from tests.cluster.fakes import perfect, tokenizer
 from tests.free_ports import free_port
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
 ROOT = Path(__file__).parents[2]
 CLIENTS = ROOT / ".venv-clients" / "bin" / "python"
 PYTHON = CLIENTS if CLIENTS.exists() else Path(sys.executable)
