@@ -159,6 +159,28 @@ class AuthConfig(_Settings):
         return self
 
 
+class AuditConfig(_Settings):
+    """Finished requests that are decoded again while replicas idle, to show that nothing but the
+    target had a part in their output."""
+
+    share: float = Field(
+        0.0, ge=0, le=1, description="Of the finished requests that are checked; 0 is none."
+    )
+
+
+class TraceConfig(_Settings):
+    """Traces of calls, by OpenTelemetry."""
+
+    endpoint: str | None = Field(
+        None,
+        description="URL that takes traces by OTLP over HTTP, as"
+        " http://localhost:4318/v1/traces; null sends none.",
+    )
+    share: float = Field(
+        0.01, ge=0, le=1, description="Of the calls without a `traceparent` that are traced."
+    )
+
+
 class ActorsConfig(_Settings):
     """What the processes ask of Ray. CPUs are for Ray's bookkeeping and limit nothing."""
 
@@ -177,14 +199,11 @@ class ActorsConfig(_Settings):
         description="Where Ray places the ranks of a replica with tensor_parallel, as a placement "
         "group: all on one machine, or with PACK on as few as it takes.",
     )
-    frontend_cpus: float = Field(
-        0.01, ge=0, description="Per frontend. Ray spreads only what asks for something over nodes."
-    )
+    frontend_cpus: float = Field(0.01, ge=0, description="Per frontend; of 0 Ray spreads none.")
     surge: bool | None = Field(
         None,
-        description="Whether a change starts a new replica beside the one that it replaces. If "
-        "not, the old one ends first, and while none is there new requests are refused. Null: "
-        "if Ray knows a place for one more at deploy time.",
+        description="Whether a change starts a new replica beside the one that it replaces; else "
+        "the old one ends first. Null: if Ray knows a place for one more at deploy time.",
     )
     start_s: float = Field(
         600.0,
@@ -219,6 +238,8 @@ class ClusterConfig(_Settings):
     server: ServerConfig = ServerConfig()
     auth: AuthConfig = AuthConfig()
     actors: ActorsConfig = ActorsConfig()
+    audit: AuditConfig = AuditConfig()
+    trace: TraceConfig = TraceConfig()
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Self:
@@ -287,7 +308,17 @@ class ClusterConfig(_Settings):
         return tuple(f"{self.pool_name}-{shard}" for shard in range(self.pool.shards))
 
 
-SECTIONS = ("replica", "scheduler", "pool", "frontend", "server", "auth", "actors")
+SECTIONS = (
+    "replica",
+    "scheduler",
+    "pool",
+    "frontend",
+    "server",
+    "auth",
+    "actors",
+    "audit",
+    "trace",
+)
 """Settings that hold settings and are never null."""
 RENAMED: Mapping[str, str] = {
     "replica.draft": "speculative_config",

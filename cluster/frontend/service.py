@@ -24,7 +24,7 @@ from cluster.frontend.answer import Answer
 from cluster.frontend.answer_formats import AnswerFormats
 from cluster.frontend.bounded import BoundedWork
 from cluster.frontend.calls import GenerateCall, call_field, check_call, check_number
-from cluster.frontend.pool_session import ShardRouter
+from cluster.frontend.pool_session import Audit, ShardRouter
 from cluster.frontend.prompts import ChatPrompt, Prompt
 from cluster.frontend.requests import RequestFactory
 from cluster.frontend.status_codes import Refusal, Refused, refusal_of_error
@@ -32,6 +32,7 @@ from cluster.frontend.target_text import TargetText
 from cluster.frontend.text import TextStream
 from cluster.metrics import FrontendMeter
 from cluster.metrics.exposition import exposition
+from cluster.metrics.tracing import Tracer
 from cluster.pool.protocol import STOPPING, PoolOverview, PoolPort, PoolView
 from scheduler.errors import InvalidRequest, LockstepError, Overloaded
 from scheduler.messages import Request
@@ -71,6 +72,7 @@ class FrontendService:
         meter: FrontendMeter | None = None,
         bounded: BoundedWork | None = None,
         why_no_replica: Callable[[], Awaitable[tuple[str, bool]]] | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
         """`pools`: one per shard. `bounded`: processes that services share, and that their owner
         starts and closes; without it this one has its own. `why_no_replica`: why none can start,
@@ -83,6 +85,8 @@ class FrontendService:
         self._factory = RequestFactory(text, config)
         self._meter = meter or FrontendMeter()
         self.router = ShardRouter(pools, config, name, self._meter)
+        self._tracer = tracer or Tracer(config.trace, config.model_name)
+        self.audit = Audit(config.audit, self.router, self._meter)
         self.admission = AdmissionControl(config.auth, config.frontend)
         # Each holds up all else of this process for a tenth of a second when it has a long text.
         self._tokenizers = ThreadPoolExecutor(2, "tokenizer")
@@ -105,15 +109,19 @@ class FrontendService:
         self.router.start()
         if self._why_no_replica is not None:
             self._watching = asyncio.get_running_loop().create_task(self._watch_replicas())
+        self.audit.start()
 
     def check(self) -> None:
         """Raises RuntimeError when the loops between frontend and pool have died."""
         self.router.check()
+        self.audit.check()
 
     async def close(self) -> None:
         if self._watching is not None:
             self._watching.cancel()
+        await self.audit.close()
         await self.router.close()
+        await asyncio.to_thread(self._tracer.close)
         if self._owns_bounded:
             self.bounded.close()
         for threads in (self._tokenizers, self._token_calls):
@@ -178,7 +186,7 @@ class FrontendService:
     async def overviews(self, caller: Caller) -> dict[int, PoolOverview]:
         """What the shards are doing, by their numbers. Raises Refused."""
         with self.refusals():
-            self.admission.check_operator(caller, local=False)
+            self.admission.check_operator(caller)
             return await self.router.overviews()
 
     def check_caller(self, caller: Caller) -> None:
@@ -207,7 +215,12 @@ class FrontendService:
                 answer.status = refused.refusal.code
                 raise
             finally:
-                admitted.used = answer.close()
+                record = answer.close()
+                admitted.used = record.prompt_tokens + record.new_tokens
+                self._tracer.record(record)
+                for sequence in answer.sequences:
+                    live = sequence.live
+                    self.audit.offer(live, call.request_id or live.pool_id)
 
     @contextmanager
     def refusals(self, call: GenerateCall | None = None) -> Iterator[None]:

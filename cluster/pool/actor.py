@@ -111,7 +111,9 @@ class PoolActor:
         """A new membership of a replica, or why there is none; `process` is what `probe`
         understands."""
         self._wake_up()
-        if refused := incompatible(spec, {one: peer.spec for one, peer in self._workers.items()}):
+        if refused := incompatible(
+            spec, {worker_id: peer.spec for worker_id, peer in self._workers.items()}
+        ):
             log.error("replica %s is refused: %s", replica_id, refused)
             return refused
         if replica_id not in self._workers:
@@ -172,7 +174,6 @@ class PoolActor:
         live, now_s = self.scheduler.pool.live_count(), self._clock()
         due = self._leaving.due(self._workers, bool(self.frontends), live, now_s, self._stopping)
         for replica_id in due:
-            self._workers[replica_id].draining = True
             self._step(ReplicaDraining(replica_id))
             self._workers[replica_id].hand_over()
             self._tell_frontends()

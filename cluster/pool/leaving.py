@@ -43,7 +43,8 @@ class Leaving:
         now_s: float,
         stopping: bool,
     ) -> list[str]:
-        """Those that may go now, of those that want to; `unfinished`: requests."""
+        """Those that may go now, of those that want to, and drain from now on. `unfinished`:
+        requests."""
         found = []
         last = all(peer.successor is not None for peer in workers.values())
         self.awaits_successor &= last
@@ -53,6 +54,7 @@ class Leaving:
             going_s = now_s - worker.going_s
             if stopping or not (last and self._stays(worker, has_frontends, unfinished, going_s)):
                 log.info("replica %s drains", replica_id)
+                worker.draining = True
                 found.append(replica_id)
             elif not worker.held:
                 worker.held = True

@@ -46,16 +46,23 @@ class Caller:
     """IP address of the peer without port; empty where the transport does not tell."""
     forwarded: bool = False
     """Whether a header says that the peer passes on a call of another machine."""
+    traceparent: str = ""
+    """Of W3C's Trace Context, as it came."""
 
     @classmethod
     def from_headers(cls, headers: Iterable[tuple[str, str | bytes]], address: str) -> Caller:
         """Names of headers in lower case; `address` is the peer's."""
-        authorization, forwarded = [], False
+        authorization, keys, forwarded, traceparent = [], [], False, ""
         for name, value in headers:
             if name == "authorization" and isinstance(value, str):
                 authorization.append(value)
+            elif name == "x-api-key" and isinstance(value, str):  # as Anthropic's clients send it
+                keys.append(f"Bearer {value}")
             forwarded |= name in _FORWARDED
-        return cls(tuple(authorization), address, forwarded)
+            if name == "traceparent" and isinstance(value, str):
+                traceparent = value
+        authorization = authorization or keys
+        return cls(tuple(authorization), address, forwarded, traceparent)
 
     @property
     def on_loopback(self) -> bool:
@@ -217,18 +224,15 @@ class AdmissionControl:
             raise Unauthenticated("authorization: no valid API key; send 'Bearer <key>'")
         return entry
 
-    def check_operator(self, caller: Caller, local: bool = True) -> None:
-        """Whether the caller may see what concerns all callers: on this machine without a key,
-        unless `local` is False and there are keys; else with one that has the right. A server
-        for anyone shows it to nobody else. Raises Unauthenticated and NotAllowed."""
-        if caller.on_loopback and (local or not self._auth.has_keys):
-            return
+    def check_operator(self, caller: Caller) -> None:
+        """Whether the caller may see what concerns all callers: without keys on this machine, with
+        keys by one that has the right. Raises Unauthenticated and NotAllowed."""
         entry = self.check(caller)
-        if entry is None or not entry.operator:
+        if not (caller.on_loopback if entry is None else entry.operator):
             raise NotAllowed(
                 "authorization",
-                "only callers on the server's own machine and keys made with `lockstep keys add "
-                "--operator` see this",
+                "this is for keys made with `lockstep keys add --operator`, and on a server"
+                " without keys for callers on its own machine",
             )
 
     def admit(

@@ -6,11 +6,12 @@ import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, pairwise, zip_longest
+from itertools import chain, zip_longest
 from typing import Any
 
 from cluster.frontend.answer import Answer, AnswerSequence
 from cluster.frontend.calls import Delta, GenerateCall, SequenceEnd
+from cluster.frontend.http_api import speculation
 from cluster.frontend.http_api.bodies import ChatRequest, GenerationRequest
 from cluster.frontend.http_api.event_ids import EventId, Place
 from cluster.frontend.http_api.text_offsets import TextOffsets
@@ -20,7 +21,7 @@ from cluster.frontend.target_text import TargetText
 from cluster.frontend.text import CHARACTER_BYTES, Detokenizer, special_ids
 from cluster.frontend.tools import CallDelta, ToolCall
 from scheduler.decoding import TokenLogprobs
-from scheduler.messages import FinishReason, Usage
+from scheduler.messages import FinishReason
 
 _FINISH_REASONS: Mapping[FinishReason, str] = {
     FinishReason.STOP: "stop",
@@ -151,7 +152,7 @@ class OpenAIAnswer:
         if asked.speculative_decoding_stats:
             said["drafted"] = list(delta.drafted)
             if end is not None:
-                said["speculative_decoding_stats"] = _stats(end.usage)
+                said["speculative_decoding_stats"] = speculation.stats(end.usage)
         if first and asked.prompt_logprobs is not None:
             said["prompt_logprobs"] = self._prompt_logprobs(written)
         reason = None
@@ -215,7 +216,7 @@ class OpenAIAnswer:
         if len(self._ends) == 1:
             [end] = self._ends.values()
             if end.usage.draft_tokens:
-                costs["metrics"] = {"speculative_decoding": _speculation(end.usage)}
+                costs["metrics"] = {"speculative_decoding": speculation.steps(end.usage)}
         return costs
 
     def _of_prompt(self, written: _Written) -> list[tuple[int, TokenLogprobs | None]]:
@@ -340,26 +341,3 @@ def _call_parts(calls: Iterable[CallDelta]) -> list[dict[str, Any]]:
 def _called(call: ToolCall) -> dict[str, Any]:
     function = {"name": call.name, "arguments": call.arguments}
     return {"id": call.id, "type": "function", "function": function}
-
-
-def _stats(usage: Usage) -> dict[str, Any]:
-    return {
-        "num_drafts": usage.drafts,
-        "num_draft_tokens": usage.draft_tokens,
-        "num_accepted_tokens": usage.accepted_tokens,
-        "num_accepted_tokens_per_pos": list(usage.accepted_at),
-    }
-
-
-def _speculation(usage: Usage) -> dict[str, Any]:
-    """In vLLM's shape, which benchmarks read. A step always emits a token besides the accepted."""
-    reached = (usage.steps, *usage.accepted_at, 0)
-    return {
-        "mean_acceptance_length": (usage.steps + usage.accepted_tokens) / usage.steps,
-        "draft_acceptance_rate": usage.accepted_tokens / usage.draft_tokens,
-        # Entry j: the steps that accepted exactly j tokens.
-        "acceptance_histogram": [at_least - more for at_least, more in pairwise(reached)],
-        "num_accepted_draft_tokens": usage.accepted_tokens,
-        "num_draft_tokens": usage.draft_tokens,
-        "num_spec_steps": usage.steps,
-    }

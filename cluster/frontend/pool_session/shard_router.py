@@ -28,7 +28,7 @@ from cluster.pool.protocol import (
 )
 from cluster.transport import NotEncodable, encode
 from scheduler.errors import InvalidRequest
-from scheduler.messages import Request
+from scheduler.messages import FailureRecord, Request
 from scheduler.scaling import ShardLoad, choose_shard
 
 log = logging.getLogger("lockstep.frontend")
@@ -77,7 +77,9 @@ class ShardRouter:
         """Set while a shard accepts no new request: they are all told to stop, one by one."""
         self._mover: asyncio.Task[None] | None = None
 
-    def submit(self, request: Request, timeout_s: float) -> InFlightRequest:
+    def submit(
+        self, request: Request, timeout_s: float, record: FailureRecord | None = None
+    ) -> InFlightRequest:
         """Hand a request to the shard that will be done with it first.
 
         Raises InvalidRequest for one that cannot be sent: a session would try it again and again.
@@ -87,7 +89,7 @@ class ShardRouter:
         except NotEncodable as error:
             raise InvalidRequest("request", str(error)) from None
         shard = self._choose(request, request.max_new_tokens - len(request.committed))
-        live = self.sessions[shard].submit(request, timeout_s)
+        live = self.sessions[shard].submit(request, timeout_s, record)
         live.shard = shard
         return live
 
@@ -109,6 +111,13 @@ class ShardRouter:
         """Whether all pools say that they have none."""
         loads = [session.load for session in self.sessions]
         return all(load.answers and not load.serving for load in loads)
+
+    @property
+    def idle(self) -> bool:
+        """Whether no shard that answers has anything to do, as far as is known here."""
+        loads = [session.load for session in self.sessions]
+        busy = self.unfinished or any(load.outstanding_tokens for load in loads if load.answers)
+        return self.ready and not busy
 
     @property
     def ready(self) -> bool:
