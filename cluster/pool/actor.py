@@ -171,8 +171,8 @@ class PoolActor:
 
     def _let_go(self) -> None:
         """Drain the replicas that want to go and may."""
-        live, now_s = self.scheduler.pool.live_count(), self._clock()
-        due = self._leaving.due(self._workers, bool(self.frontends), live, now_s, self._stopping)
+        live, served = self.scheduler.pool.live_count(), bool(self.frontends)
+        due = self._leaving.due(self._workers, served, live, self._clock(), self._stopping)
         for replica_id in due:
             self._step(ReplicaDraining(replica_id))
             self._workers[replica_id].hand_over()
@@ -203,9 +203,8 @@ class PoolActor:
     def _hear(self, frontend: FrontendPeer, message: Any) -> None:
         match message:
             case Submit(request):
-                refused = self._leaving.refuses(self._stopping)
-                if refused and not message.accepted_before:
-                    frontend.post(Reject(request.id, RejectCode.STOPPING, "", refused))
+                if why := self._leaving.refuses(message, self._stopping):
+                    frontend.post(Reject(request.id, RejectCode.STOPPING, "", why))
                     frontend.flush()
                     return
                 frontend.requests.add(request.id)

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from cluster.config import ClusterConfig
 from cluster.pool.peers import WorkerPeer
 from cluster.pool.protocol import REPLACED, STOPPING, Successor
+from scheduler.messages import Submit
 
 log = logging.getLogger("lockstep.pool")
 
@@ -31,8 +32,10 @@ class Leaving:
         self.awaits_successor = False
         """The last replica has gone, or wants to, so that another one can start."""
 
-    def refuses(self, stopping: bool) -> str:
-        """Why no new request is taken; empty if one is."""
+    def refuses(self, submit: Submit, stopping: bool) -> str:
+        """Why a request is not taken now; empty if it is, as one that was accepted before."""
+        if submit.accepted_before:
+            return ""
         return STOPPING if stopping else REPLACED if self.awaits_successor else ""
 
     def due(
