@@ -199,7 +199,12 @@ class ActorsConfig(_Settings):
         description="Where Ray places the ranks of a replica with tensor_parallel, as a placement "
         "group: all on one machine, or with PACK on as few as it takes.",
     )
-    frontend_cpus: float = Field(0.0, ge=0, description="Per frontend.")
+    frontend_cpus: float = Field(0.01, ge=0, description="Per frontend; of 0 Ray spreads none.")
+    surge: bool | None = Field(
+        None,
+        description="Whether a change starts a new replica beside the one that it replaces; else "
+        "the old one ends first. Null: if Ray knows a place for one more at deploy time.",
+    )
     start_s: float = Field(
         600.0,
         gt=0,

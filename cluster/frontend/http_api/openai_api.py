@@ -55,6 +55,8 @@ def openai_router(service: FrontendService, unknown: IgnoredNames) -> APIRouter:
     @router.get("/v1/models")
     async def models(request: Request) -> Response:
         checked_caller(service, request)
+        with service.refusals():
+            service.check_able()
         return JSONResponse({"object": "list", "data": [served]})
 
     @router.get("/v1/models/{name:path}")

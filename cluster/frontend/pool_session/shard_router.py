@@ -18,7 +18,14 @@ from cluster.config import ClusterConfig
 from cluster.frontend.pool_session.in_flight import InFlightRequest
 from cluster.frontend.pool_session.session import PoolSession
 from cluster.metrics import FrontendMeter
-from cluster.pool.protocol import PoolOverview, PoolPort, PoolUnreachable, PoolView, merged_view
+from cluster.pool.protocol import (
+    STOPPING,
+    PoolOverview,
+    PoolPort,
+    PoolUnreachable,
+    PoolView,
+    merged_view,
+)
 from cluster.transport import NotEncodable, encode
 from scheduler.errors import InvalidRequest
 from scheduler.messages import FailureRecord, Request
@@ -90,9 +97,20 @@ class ShardRouter:
         """The client is gone, or has all that it wants. Its Finish still comes."""
         self.sessions[live.shard].cancel(live)
 
+    def cut_off(self, why: str) -> None:
+        """Whatever is unfinished ends, as unavailable; clients may go on elsewhere."""
+        for session in self.sessions:
+            session.cut_off(why)
+
     @property
     def unfinished(self) -> int:
         return sum(len(session.unfinished) for session in self.sessions)
+
+    @property
+    def lacks_replicas(self) -> bool:
+        """Whether all pools say that they have none."""
+        loads = [session.load for session in self.sessions]
+        return all(load.answers and not load.serving for load in loads)
 
     @property
     def idle(self) -> bool:
@@ -180,8 +198,7 @@ class ShardRouter:
             self.stopping.clear()
         if any(session.cut for session in self.sessions):
             # Also of a shard that cannot be heard.
-            for session in self.sessions:
-                session.cut_off()
+            self.cut_off(STOPPING)
 
     async def _move_forever(self) -> None:
         while True:
