@@ -3,7 +3,9 @@ makes a head that drafts."""
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -46,6 +48,25 @@ def test_what_is_wrong_is_a_sentence(tmp_path: Path) -> None:
     code, output = run(target, *args, "--minutes", 0.1, cache=tmp_path)
     assert code == 1
     assert "Not a directory" in output
+
+
+def test_a_full_disk_is_a_sentence_and_leaves_nothing_half(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    target = save_target(tmp_path / "target")
+    data = save_data(tmp_path / "data.jsonl")
+    said = {"--out": tmp_path / "out", "--data": data, "--draft-vocab": 48}
+    args = [part for pair in said.items() for part in pair]
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "posix_fallocate", full)
+        code, output = run(target, *args, cache=tmp_path)
+    assert code == 1
+    assert "No space left on device. --resume goes on" in output
+    made = list(tmp_path.glob("lockstep/training/*/features-*/*"))
+    assert [path.suffix for path in made] == [".part"], "no part looks whole"
 
 
 @pytest.mark.slow
