@@ -1,5 +1,5 @@
-"""Proves that two workers of Ray Train compute what one process does with twice the batch, and go on
-from a checkpoint of one."""
+"""Proves that two workers of Ray Train compute what one process does with twice the batch, and that
+they go on from a checkpoint of one."""
 
 from __future__ import annotations
 
