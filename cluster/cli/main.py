@@ -12,7 +12,7 @@ import typer
 
 from cluster.cli.bench import bench
 from cluster.cli.client_flags import PriorityName, with_request, with_server
-from cluster.cli.flags import ENGINE, SectionedCommand, help_of, with_settings
+from cluster.cli.flags import ENGINE, PARSERS, SectionedCommand, help_of, with_settings
 from cluster.cli.simulate import simulate
 from cluster.config import ConfigError, ServerConfig
 from cluster.config_sources import from_args, text_of
@@ -55,7 +55,7 @@ def _main(
 
 
 @main.command(cls=SectionedCommand)
-@with_settings("", *ENGINE, "server", "auth", model=True)
+@with_settings("", *ENGINE, "server", *PARSERS, "auth", model=True)
 def serve(
     settings: Any,
     api_key: Annotated[
