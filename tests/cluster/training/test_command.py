@@ -76,7 +76,7 @@ def test_two_minutes_make_a_head_for_the_tiny_target(tmp_path: Path) -> None:
     texts = (document.text for document in build_corpus().train)
     pieces = [text[begin : begin + 600] for text in texts for begin in range(0, 1200, 600)]
     lines = []
-    for piece in [piece for piece in pieces if len(piece) == 600][:400]:
+    for piece in [piece for piece in pieces if len(piece) == 600][:160]:
         turns = [("user", piece[:150]), ("assistant", piece[150:])]
         messages = [{"role": role, "content": content} for role, content in turns]
         lines.append(json.dumps({"messages": messages}))
