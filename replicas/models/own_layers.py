@@ -98,7 +98,8 @@ class OwnProducts:
             if len(needed) != 1 or (weight is not None and weight.dim() > 1):
                 self.whole_vectors = True
                 continue
-            for width in inner if weight is None else {weight.shape[-1]}:
+            own = weight.shape if weight is not None else getattr(module, "normalized_shape", None)
+            for width in inner if own is None else {own[-1]}:
                 functions[type(module), width] = module
         self.rowwise = [(function, width) for (_, width), function in functions.items()]
 
