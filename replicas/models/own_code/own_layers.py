@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from replicas.invariant import Arithmetic, Product, RowFunction
-from replicas.models.experts import ExpertProducts, experts_of, keep_products
+from replicas.models.own_code.experts import ExpertProducts, experts_of, keep_products
 
 
 class OwnProducts:
