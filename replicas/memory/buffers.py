@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from replicas.invariant import GATHERED_MOST, PIECE, SCORES_MOST, TILE
-from replicas.memory.shapes import PairShape
+from replicas.memory.shapes import COPIED_MOST, DraftMemory, PairShape
 from replicas.models import ModelShape, summed_in_pieces
 
 _FLOAT32 = 4
@@ -95,13 +95,22 @@ def buffers(pair: PairShape, work: Workload, item: int, taken: PassBytes, on_gpu
     rotary = sum(4 * work.context_len * model.widest.width for model in pair.models) * item
     # A drafter takes hidden states of all tokens of a pass, and joins them.
     aux_bytes = 2 * pair.draft.aux_layers * target.hidden * item
-    step = taken.step + aux_bytes * work.step_tokens
+    step = taken.step + aux_bytes * work.step_tokens + _copied(pair.draft, work) * item
     prefill = taken.prefill + aux_bytes * work.pass_tokens
     loading = target.largest * (8 if item == _FLOAT32 else _FLOAT32)
     kept = 0 if on_gpu else pair.draft.kept
     counted = Buffers(rotary, step, prefill, loading, 0, 0, kept, 0)
     slack = counted.total // 10 + (128 << 20 if on_gpu else 8 << 20)
     return replace(counted, slack=slack)
+
+
+def _copied(draft: DraftMemory, work: Workload) -> int:
+    """Numbers of a layer's context that a drafter copies: as they lie, in order, and joined with
+    those of a block."""
+    if not draft.copies_context or draft.model is None:
+        return 0
+    row = work.context_len * draft.model.kv_numbers
+    return 3 * max(min(COPIED_MOST, work.rows * row), row)
 
 
 def computed_passes(

@@ -31,4 +31,5 @@ from replicas.models.paged_model import (
     prefill,
 )
 from replicas.models.reference import Judgement, judge
+from replicas.models.weights.gguf import cache_directory
 from replicas.models.weights.rank_weights import keep_own_part

@@ -45,7 +45,7 @@ def hidden_states(content: Sequence[int], layers: Sequence[int]) -> list[torch.T
     with torch.no_grad():
         out = model(torch.tensor([content[:-1]]), output_hidden_states=True)
     hook.remove()
-    states = [one[0] for one in out.hidden_states[:-1]] + last
+    states = [hidden[0] for hidden in out.hidden_states[:-1]] + last
     return [states[number] for number in layers]
 
 

@@ -89,7 +89,7 @@ def _prompt(message: pb.GenerateRequest, tools: ToolUse | None) -> Prompt:
     if form and message.messages:
         raise InvalidRequest("messages", f"{form} is given as well; exactly one is allowed")
     if message.messages:
-        turns = [_turn(f"messages.{at}", one) for at, one in enumerate(message.messages)]
+        turns = [_turn(f"messages.{at}", turn) for at, turn in enumerate(message.messages)]
         options = _json_object(message.chat_template_kwargs, "chat_template_kwargs")
         return ChatPrompt.of(turns, tools, options)
     if form == "prompt_token_ids":

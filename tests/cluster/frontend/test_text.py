@@ -207,7 +207,7 @@ def test_any_tokens_of_a_byte_fallback_tokenizer_have_a_text(
     decoded = [FALLBACK.decode(prompt + tokens[:count]) for count in range(len(tokens) + 1)]
     text = "".join(pieces(tokens, prompt))
     # A byte may change earlier text, the prompt's too: then there is no whole.
-    settled = [one for one in decoded[1:] if not one.endswith("\ufffd")]
+    settled = [text for text in decoded[1:] if not text.endswith("\ufffd")]
     if all(map(decoded[-1].startswith, decoded[:1] + settled)):
         assert decoded[0] + text == decoded[-1]
     # Nothing is lost and nothing repeated.
@@ -296,9 +296,9 @@ def test_text_ends_before_the_first_stop_string_wherever_chunks_end(
     begin, size, rest = st.integers(0, len(whole)), st.integers(1, 4), st.sampled_from(["", "~"])
     part = st.builds(lambda at, size, rest: whole[at : at + size] + rest, begin, size, rest)
     drawn = data.draw(st.lists(part, max_size=3))
-    stops = [stop for one in drawn for stop in (one[1:], one) if stop]
+    stops = [stop for token in drawn for stop in (token[1:], token) if stop]
     every = [*seen, (len(tokens), whole)]
-    used, text = next((one for one in every if any(stop in one[1] for stop in stops)), every[-1])
+    used, text = next((text for text in every if any(stop in text[1] for stop in stops)), every[-1])
     hits = [(text.index(stop), stop) for stop in stops if stop in text]
     at, found = min(hits, default=(len(text), None))
     stream = TextStream(tokenizer(), prompt, stops)

@@ -261,9 +261,9 @@ def test_what_the_largest_passes_take_lies_within_the_bounds(
 
 def test_what_they_take_grows_with_them() -> None:
     sizes = ((1, 0, 8, 64), (4, 1, 32, 128), (8, 4, 60, 256), (8, 8, 60, 400))
-    taken = [passes(*one)[0] for one in sizes]
+    taken = [passes(*size)[0] for size in sizes]
     for what in ("step", "prefill"):
-        grown = [getattr(one, what) for one in taken]
+        grown = [getattr(size, what) for size in taken]
         assert grown == sorted(set(grown))
 
 
