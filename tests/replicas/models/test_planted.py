@@ -32,7 +32,7 @@ def config(target: str, draft: str | None = "planted:tiny-draft", **more: object
 
 
 def plant(name: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    return plant_on(name, CPU, dtype, "sdpa", 0.7)
+    return plant_on(name, CPU, dtype, 0.7)
 
 
 @pytest.mark.long
