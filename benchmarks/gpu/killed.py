@@ -48,7 +48,7 @@ async def answers(config: ClusterConfig, kill: bool) -> tuple[list[list[int]], f
         asked = [asyncio.create_task(one(client, number)) for number in range(STREAMS)]
         await begun.wait()
         if kill:
-            victim = next(one for one in cluster_processes() if one.kind == "replica")
+            victim = next(process for process in cluster_processes() if process.kind == "replica")
             os.kill(victim.pid, signal.SIGKILL)
         return await asyncio.gather(*asked), silence_s
 

@@ -172,7 +172,7 @@ def there_and_back(samples: Sequence[Sample]) -> list[str]:
     """Phases in which a replica was started and one stopped."""
     found = []
     for phase in PHASES:
-        some = [one["wanted"] for one in samples if phase.from_s <= one["at"] < phase.to_s]
+        some = [sample["wanted"] for sample in samples if phase.from_s <= sample["at"] < phase.to_s]
         steps = [after - before for before, after in pairwise(some)]
         if min(steps, default=0) < 0 < max(steps, default=0):
             found.append(phase.name)
@@ -181,8 +181,8 @@ def there_and_back(samples: Sequence[Sample]) -> list[str]:
 
 def load_s(samples: Sequence[Sample]) -> float:
     """From when the first replica was wanted until one served."""
-    wanted = next((one["at"] for one in samples if one["wanted"]), 0.0)
-    return next((one["at"] for one in samples if one["serving"]), wanted) - wanted
+    wanted = next((sample["at"] for sample in samples if sample["wanted"]), 0.0)
+    return next((sample["at"] for sample in samples if sample["serving"]), wanted) - wanted
 
 
 def verdicts(
@@ -211,7 +211,7 @@ def picture(real: Any, simulated: Any) -> str:
     """What was wanted and there, the queue, the first token and tokens/s, of both."""
 
     def over_time(samples: Sequence[Sample], name: str, title: str, unit: str) -> Plot:
-        points = [(one["at"], one[name]) for one in samples if one["at"] >= 0]
+        points = [(sample["at"], sample[name]) for sample in samples if sample["at"] >= 0]
         return line(points, title, "s", unit)
 
     def firsts(calls: Sequence[Call], title: str) -> Plot:
@@ -247,7 +247,9 @@ def main() -> int:
         return 2
     theirs, ours, samples = run(settings(None, args.grpc_port), args.peak, 0.0, END_S)
     calls = [*theirs, *ours]
-    steady = [one["serving"] for one in samples if STEADY.from_s <= one["at"] < STEADY.to_s]
+    steady = [
+        sample["serving"] for sample in samples if STEADY.from_s <= sample["at"] < STEADY.to_s
+    ]
     number = int(np.median(steady)) if steady else 1
     fixed = run(settings(number or 1, args.grpc_port + 2), args.peak, STEADY.from_s, STEADY.to_s)
     fixed_p99_s = p99_steady_s([*fixed[0], *fixed[1]])
@@ -263,8 +265,8 @@ def main() -> int:
         "autoscaling": AUTOSCALING,
         "verdicts": {name: value for name, (value, _) in found.items()},
         "steady_p99_s": [p99_steady_s(calls), fixed_p99_s],
-        "replicas_most": max(one["serving"] for one in samples),
-        "simulated_replicas_most": max(one["serving"] for one in virtual.samples),
+        "replicas_most": max(sample["serving"] for sample in samples),
+        "simulated_replicas_most": max(sample["serving"] for sample in virtual.samples),
         "simulated_there_and_back": there_and_back(virtual.samples),
         "samples": samples,
     }

@@ -49,7 +49,7 @@ class User(HttpUser):  # type: ignore[misc]
                         first_s = first_s or time.time()
                         event = json.loads(line[6:])
                         error = error or str(event.get("error", ""))
-                        tokens += sum(bool(one["text"]) for one in event.get("choices", ()))
+                        tokens += sum(bool(choice["text"]) for choice in event.get("choices", ()))
             except Exception as raised:  # whatever requests raises
                 error = f"{type(raised).__name__}: {raised}"
             if error or not ended:

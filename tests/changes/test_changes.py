@@ -177,9 +177,9 @@ def rolled(data: dict[str, Any]) -> Callable[[str, str, States], bool]:
 
 def change(hosted: HostedCluster, data: dict[str, Any]) -> None:
     """Deploy it, and wait until nothing of what was before is left."""
-    before = {one.pid for kind in ("replica", "frontend") for one in hosted.processes(kind)}
+    before = {process.pid for kind in ("replica", "frontend") for process in hosted.processes(kind)}
     hosted.declare(data)
-    until(lambda: not before & {one.pid for one in hosted.processes()})
+    until(lambda: not before & {process.pid for process in hosted.processes()})
     hosted.wait_for_state(rolled(data), BOUND_S)
 
 

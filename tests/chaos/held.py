@@ -76,8 +76,10 @@ class Held:
         """What Serve says of the application, why, and how many replicas of each deployment are in
         which state."""
         found = serve.status().applications[APP_NAME]
-        states = {name: dict(one.replica_states) for name, one in found.deployments.items()}
-        said = [found.message, *(one.message for one in found.deployments.values())]
+        states = {
+            name: dict(deployment.replica_states) for name, deployment in found.deployments.items()
+        }
+        said = [found.message, *(deployment.message for deployment in found.deployments.values())]
         return found.status.value, " ".join(said), states
 
     def deploy(self, plan: Plan) -> None:
