@@ -297,12 +297,19 @@ class Answer:
             usage=finish.usage,
             seed=self.seed(sequence.index),
             stop=sequence.stop,
+            stop_token=self._stop_token(sequence, finish),
             message=finish.message,
             first_token_s=(live.first_s or now_s) - self._arrived_s,
             total_s=now_s - self._arrived_s,
             prompt_logprobs=live.prompt_logprobs,
             refusal=refusal,
         )
+
+    def _stop_token(self, sequence: AnswerSequence, finish: Finish) -> int | None:
+        if sequence.stop is not None or finish.reason is not FinishReason.STOP:
+            return None
+        last = sequence.live.tokens[-1]
+        return last if last in self.call.stop_token_ids else None
 
     def _finish(self, live: InFlightRequest) -> Finish:
         """What the pool said of a request that has ended. Raises Refused where it served none."""

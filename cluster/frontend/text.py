@@ -39,9 +39,13 @@ class Detokenizer:
     soon as it is whole. If it never is, its U+FFFD belongs to the prompt, and is not repeated.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, prompt: Sequence[int], skip_special: bool = True
+    ) -> None:
+        """`skip_special`: special tokens have no text."""
         self._tokenizer = tokenizer
-        self._special = special_ids(tokenizer)
+        self._skip_special = skip_special
+        self._special = special_ids(tokenizer) if skip_special else frozenset[int]()
         self._settled: list[int]
         """Tokens before those held back: the last ones whose text was given out, or the prompt."""
         self._held: list[int]
@@ -137,7 +141,7 @@ class Detokenizer:
         self._settled, self._held, self._given = tokens, [], self._decode(tokens)
 
     def _decode(self, tokens: list[int]) -> str:
-        return self._tokenizer.decode(tokens, skip_special_tokens=True)
+        return self._tokenizer.decode(tokens, skip_special_tokens=self._skip_special)
 
 
 @lru_cache(maxsize=16)
@@ -167,12 +171,32 @@ class Piece:
     stop: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class TextRules:
+    """What of an answer's tokens is its text."""
+
+    stops: Sequence[str] = ()
+    """Strings before the first of which it ends."""
+    stop_tokens: frozenset[int] = frozenset()
+    """Tokens that end the answer; they have no text."""
+    min_tokens: int = 0
+    """A stop string ends the text only behind so many tokens."""
+    include_stop: bool = False
+    """What ends the answer belongs to its text."""
+    skip_special: bool = True
+    """Special tokens have no text."""
+
+
 class TextStream:
     """The text of one answer, up to the first stop string in it, which may span several pushes."""
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stops: Sequence[str]) -> None:
-        self._detokenizer = Detokenizer(tokenizer, prompt)
-        self._stops = tuple(stops)
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], rules: TextRules) -> None:
+        self._detokenizer = Detokenizer(tokenizer, prompt, rules.skip_special)
+        self._rules = rules
+        self._stops = tuple(rules.stops)
+        self._silent = frozenset[int]() if rules.include_stop else rules.stop_tokens
+        self._tokens = 0
+        """Pushed so far."""
         self._held = ""
         """Text that may be the beginning of a stop string."""
 
@@ -184,7 +208,9 @@ class TextStream:
         """Feed tokens; after a stop string was found the rest of them is left alone."""
         texts: list[str] = []
         for used, token in enumerate(tokens, start=1):
-            text, stop = self._free(self._detokenizer.push(token))
+            self._tokens += 1
+            silent = token in self._silent
+            text, stop = self._free("" if silent else self._detokenizer.push(token))
             texts.append(text)
             if stop is not None:
                 return Piece("".join(texts), used, stop)
@@ -199,11 +225,18 @@ class TextStream:
         """The text that is safe to give out, and the stop string if one is complete."""
         if not self._stops:
             return text, None
+        passed = len(self._held)
         text = self._held + text
-        hits = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
-        if hits:
-            at, stop = min(hits)
-            return text[:at], stop
+        if self._tokens > self._rules.min_tokens:
+            # What is held was looked at, or came too early: a stop string ends behind it.
+            found = [
+                (at, stop)
+                for stop in self._stops
+                if (at := text.find(stop, max(0, passed + 1 - len(stop)))) >= 0
+            ]
+            if found:
+                at, stop = min(found)
+                return text[: at + len(stop) * self._rules.include_stop], stop
         kept = tail_of(text, self._stops)
         self._held = text[len(text) - kept :]
         return text[: len(text) - kept], None

@@ -76,7 +76,7 @@ def openai_router(service: FrontendService, unknown: IgnoredNames) -> APIRouter:
             check = partial(taken, kind, refuse_unknown=refuse_unknown)
             asked, ignored = given = await read_body(request, bytes_max, check)
             unknown.note(ignored)
-            check_model(service, asked.model)
+            asked = asked.with_model(check_model(service, asked.model))
             call = asked.to_call(caller, request.headers.get("x-request-id", ""))
             last = None
             if (name := request.headers.get("last-event-id")) is not None:

@@ -41,8 +41,7 @@ def tokens_router(service: FrontendService, unknown: IgnoredNames) -> APIRouter:
         check = partial(taken, kind, refuse_unknown=refuse_unknown)
         given = await read_body(request, bytes_max, check)
         unknown.note(given.ignored)
-        if given.body.model is not None:
-            check_model(service, given.body.model)
+        check_model(service, given.body.model)
         return given
 
     @router.post("/tokenize")
@@ -69,7 +68,7 @@ def tokens_router(service: FrontendService, unknown: IgnoredNames) -> APIRouter:
             "tokens": json_array(tokens, int),
         }
         if asked.return_token_strs:
-            names = cache(lambda token: text.token_bytes(token).decode(errors="replace"))
+            names = cache(lambda token: text.tokenizer.id_to_token(token) or "")
             answer["token_strs"] = json_array(tokens, names)
         return LongJson(answer, service.writing, given.headers)
 

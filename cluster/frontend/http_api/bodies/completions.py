@@ -10,6 +10,9 @@ from cluster.error_messages import shown_value
 from cluster.frontend.http_api.bodies.generation import GenerationRequest
 from cluster.frontend.prompts import Prompt, TextPrompt, TokenPrompt
 
+_NEW_TOKENS = 16
+"""As OpenAI has it."""
+
 
 class CompletionRequest(GenerationRequest):
     logprobs_field: ClassVar = "logprobs"
@@ -28,6 +31,10 @@ class CompletionRequest(GenerationRequest):
                 "must be a text, a list of token ids, or a list of either, is " + shown_value(given)
             )
         return tuple(each if isinstance(each, str) else tuple(each) for each in prompts)
+
+    @property
+    def default_limit(self) -> int | None:
+        return _NEW_TOKENS
 
     @property
     def top_logprobs_wanted(self) -> int | None:

@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any, ClassVar, Literal, Self
 
-from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from cluster.error_messages import Strict, shown_value
 from cluster.frontend.http_api.bodies.check import Known
+from cluster.frontend.prompts import ChatPrompt
 from cluster.frontend.structure import Structure
-from cluster.frontend.tools import CalledFunction, CallTurn, Function, Tool
+from cluster.frontend.tools import CalledFunction, CallTurn, Function, Tool, ToolUse
 
 
 class StreamOptions(Known):
     place: ClassVar = "stream_options."
     open_to_unknown: ClassVar = False
     include_usage: bool = False
+    continuous_usage_stats: bool = False
 
 
 class JsonSchema(Strict):
@@ -130,3 +140,34 @@ class Message(Known):
         if self.tool_calls:
             said["tool_calls"] = [call.for_template for call in self.tool_calls]
         return {name: value for name, value in said.items() if value is not None}
+
+
+class TemplateOptions(Known, BaseModel):  # the linter looks no further than its bases
+    """What a body may tell the chat template beside the turns."""
+
+    tools: list[ToolPart] = []
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] = {}
+    documents: list[dict[str, Any]] = []
+
+    @model_validator(mode="after")
+    def _one_end(self) -> Self:
+        if self.continue_final_message and self.add_generation_prompt:
+            raise ValueError("continue_final_message: not with add_generation_prompt")
+        return self
+
+    def chat_prompt(
+        self, turns: Sequence[Message], tools: ToolUse | None, **others: Any
+    ) -> ChatPrompt:
+        return ChatPrompt.of(
+            [turn.for_template for turn in turns],
+            tools,
+            self.chat_template_kwargs,
+            documents=self.documents,
+            asks=self.add_generation_prompt is not False and not self.continue_final_message,
+            goes_on=self.continue_final_message,
+            template=self.chat_template,
+            **others,
+        )
