@@ -308,8 +308,8 @@ class Answer:
     def _stop_token(self, sequence: AnswerSequence, finish: Finish) -> int | None:
         if sequence.stop is not None or finish.reason is not FinishReason.STOP:
             return None
-        last = sequence.live.tokens[-1]
-        return last if last in self.call.stop_token_ids else None
+        ended_by = set(sequence.live.tokens[-1:]) & set(self.call.stop_token_ids)
+        return next(iter(ended_by), None)
 
     def _finish(self, live: InFlightRequest) -> Finish:
         """What the pool said of a request that has ended. Raises Refused where it served none."""

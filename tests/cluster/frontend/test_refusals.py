@@ -47,7 +47,7 @@ GRPC: Rows = [
     ({"cache_salt": "y" * 129}, "cache_salt: 129 characters, at most 128 allowed"),
     ({"max_new_tokens": 0}, "max_new_tokens: must be at least 1, is 0"),
     ({"temperature": math.nan}, "temperature: must be in [0, 1e+06], is nan"),
-    ({"stop": ["a"] * 17}, "stop: 17 given, at most 16 allowed"),
+    ({"stop": ["a"] * 65}, "stop: 65 given, at most 64 allowed"),
     ({"stop": ["a" * 257]}, "stop: a string must have 1 to 256 characters, has 257"),
     ({"stop": [""]}, "stop: a string must have 1 to 256 characters, has 0"),
     ({"stop_token_ids": [5] * 200_000}, "stop_token_ids: 200000 given, at most 64 allowed"),
@@ -78,6 +78,7 @@ GRPC: Rows = [
     ({"messages": ASKED, OPTIONS: "[]"}, f"{OPTIONS}: {AN_OBJECT}"),
     ({"messages": ASKED, OPTIONS: '{"tokenize": 1}'}, f"{OPTIONS}: tokenize is not"),
 ]
+TOO_LONG = "prompt: the maximum context length is 1024 tokens, "
 A_PROMPT = "must be a text, a list of token ids, or a list of either, is"
 COMPLETIONS: Rows = [
     ({"temprature": 1}, "temprature: unknown name; did you mean temperature?"),
@@ -88,14 +89,14 @@ COMPLETIONS: Rows = [
     ({"prompt": ["x"] * 129}, "prompt: 129 sequences asked for, at most 128 allowed"),
     ({"prompt": None}, "prompt: must be given"),
     ({"max_tokens": 0}, "max_tokens: must be at least 1, is 0"),
-    ({"max_tokens": 10**6}, "max_tokens: prompt ("),
+    ({"max_tokens": 10**6}, TOO_LONG + "1000001 were asked for: 1 of the prompt and 1000000 new"),
     ({"max_tokens": 1.5}, "max_tokens: must be a whole number, is 1.5"),
     ({"max_tokens": 5, "min_tokens": 6}, "min_tokens: must be in [0, max_new_tokens], is 6"),
     ({"temperature": "hot"}, "temperature: must be a number, is 'hot'"),
     ({"logprobs": 21}, "logprobs: must be in [0, 20], is 21"),
     ({"frequency_penalty": 2.5}, "frequency_penalty: must be in [-2, 2], is 2.5"),
     ({"repetition_penalty": 0}, "repetition_penalty: must be finite and above 0"),
-    ({"logit_bias": {"x": 1}}, "logit_bias: the keys must be token ids, one is 'x'"),
+    ({"logit_bias": {"x": 1}}, "logit_bias: the keys must be token ids, not 'x'"),
     ({"logit_bias": {"1": 101}}, "logit_bias: must be in [-100, 100], is 101"),
     ({"logit_bias": {"99999": 1}}, "logit_bias: "),
     ({"logit_bias": {"5": None}}, "logit_bias.5: must be a number, is None"),
@@ -123,7 +124,7 @@ CHATS: Rows = [
     ({"messages": "x"}, "messages: must be a list, is 'x'"),
     ({"messages": [{"role": "user"}]}, f"messages.0.content: {A_TEXT} None"),
     ({"messages": [IMAGE]}, f"messages.0.content: {A_TEXT}"),
-    ({"max_completion_tokens": 10**6}, "max_completion_tokens: prompt ("),
+    ({"max_completion_tokens": 10**6}, f"messages: {TOO_LONG.partition(': ')[2]}"),
     ({"top_logprobs": 2}, "top_logprobs: only with logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs: must be in [0, 20], is 21"),
     ({"response_format": SHAPE}, "response_format: json_schema: with the type"),

@@ -77,7 +77,10 @@ HTTP_ONLY = {
     "stream": "gRPC has two calls",
     "stream_options": "an End has the usage",
     "return_token_ids": "gRPC always does",
-    "add_special_tokens": "gRPC sends token ids",
+    "return_tokens_as_token_ids": "gRPC has no names of tokens",
+    "truncation_side": "gRPC keeps the end",
+    "input_ids": "messages alone are a prompt",
+    "kv_transfer_params": "of other servers' routers",
 }
 PARTS: list[tuple[list[type[BaseModel]], Descriptor, set[str]]] = [
     ([Message], pb.ChatMessage.DESCRIPTOR, set()),
@@ -110,6 +113,10 @@ SAME = [
     ({"bad_words": ["function", "used"]}, {}),
     ({"temperature": 1.5, "top_k": 40, "top_p": 0.9, "min_p": 0.01, "seed": 3}, {}),
     ({"stop": ["used"]}, {}),
+    ({"stop": ["used"], "include_stop_str_in_output": True}, {}),
+    ({"ignore_eos": True, "logit_bias": {"1": 100}, "skip_special_tokens": False}, {}),
+    ({"allowed_token_ids": [65, 70, 90, 199]}, {}),
+    ({"truncate_prompt_tokens": 2}, {}),
     ({"stop_token_ids": [65]}, {}),
     ({"committed_token_ids": [199, 456]}, {}),
     (IDS, {"prompt": IDS["prompt_token_ids"]["ids"]}),
@@ -122,6 +129,8 @@ SAME = [
 ]
 ELSEWHERE = {"prompt", "max_new_tokens", "messages", "chat_template_kwargs", "priority"}
 ELSEWHERE |= {"tools", "tool_mode", "tool_name", "parallel_tool_calls"}
+ELSEWHERE |= {"add_generation_prompt", "continue_final_message", "chat_template", "documents"}
+ELSEWHERE |= {"add_special_tokens", "logprob_token_ids"}
 ELSEWHERE |= {"logprobs", "prompt_logprobs", "cache_salt", "request_id", "n"}
 """Fields of both whose effect the tests of chats, tools, priorities, choices and log-probabilities
 show."""
