@@ -112,6 +112,12 @@ class ServerConfig(_Settings):
         description="Unknown names in HTTP bodies: they have no effect and are told of in the "
         "answer's header x-lockstep-ignored, or the request is refused.",
     )
+    root_path: str = Field(
+        "",
+        pattern="^(/[^/]+)*$",
+        description="A path before all HTTP paths, which a proxy in front leaves there, as /llm; "
+        "without it they are served, too.",
+    )
     grpc_port: int = Field(9000, ge=1, le=65535, description="Port of the gRPC proxy.")
     http_host: str = Field("127.0.0.1", min_length=1, description="Address of the HTTP proxy.")
     http_port: int = Field(8000, ge=1, le=65535, description="Port of the HTTP proxy.")

@@ -15,6 +15,7 @@ from cluster.frontend.http_api.edge import UNEXPECTED, refusal_response
 from cluster.frontend.http_api.error_body import error_body
 from cluster.frontend.http_api.guard import guard_of
 from cluster.frontend.http_api.openai_api import openai_router
+from cluster.frontend.http_api.server_api import server_router
 from cluster.frontend.http_api.tokens_api import tokens_router
 from cluster.frontend.service import FrontendService
 from cluster.frontend.status_codes import Refusal, Refused
@@ -23,7 +24,7 @@ log = logging.getLogger("lockstep.frontend")
 
 
 def http_app(service: FrontendService) -> FastAPI:
-    """Also routes /healthz (this process lives), /readyz and /health (a replica is ready).
+    """Also routes /healthz (this process lives), /readyz, /health and /ping (a replica is ready).
 
     Serve's proxy gives every request and its answer the header x-request-id, the client's own if it
     sends one: to set it here would send it twice.
@@ -32,7 +33,8 @@ def http_app(service: FrontendService) -> FastAPI:
         title="Lockstep",
         docs_url=None,
         redoc_url=None,
-        openapi_url=None,
+        openapi_url=None,  # `server_api` has its own
+        root_path=service.config.server.root_path,
         redirect_slashes=False,  # it would send callers to whatever Host names, past the guard
     )
     if origins := service.config.server.http_origins:
@@ -70,6 +72,8 @@ def http_app(service: FrontendService) -> FastAPI:
     async def healthz() -> PlainTextResponse:
         return PlainTextResponse("ok")
 
+    @app.get("/ping")
+    @app.post("/ping")
     @app.get("/health")
     @app.get("/readyz")
     async def readyz() -> PlainTextResponse:
@@ -78,6 +82,7 @@ def http_app(service: FrontendService) -> FastAPI:
 
     guard = Depends(guard_of(service.config))
     unknown = IgnoredNames()
+    app.include_router(server_router(service), dependencies=[guard])
     app.include_router(openai_router(service, unknown), dependencies=[guard])
     app.include_router(tokens_router(service, unknown), dependencies=[guard])
     return app

@@ -221,13 +221,14 @@ class OpenAIAnswer:
         }
 
     def _costs(self) -> dict[str, Any]:
-        """The usage, for a single sequence that had drafts how speculation went, and of a whole
-        chat what is asked of its prompt."""
+        """The usage, of a single sequence how fast it was written and how speculation went, and of
+        a whole chat what is asked of its prompt."""
         costs: dict[str, Any] = {"usage": self._usage()}
         if len(self._ends) == 1:
             [end] = self._ends.values()
+            costs["metrics"] = _times(end)
             if end.usage.draft_tokens:
-                costs["metrics"] = {"speculative_decoding": _speculation(end.usage)}
+                costs["metrics"]["speculative_decoding"] = _speculation(end.usage)
         if self._chat and not self.asked.stream:
             costs |= self._asked_of_prompt(self._written[0])
         return costs
@@ -366,6 +367,18 @@ def _call_parts(calls: Iterable[CallDelta]) -> list[dict[str, Any]]:
 def _called(call: ToolCall) -> dict[str, Any]:
     function = {"name": call.name, "arguments": call.arguments}
     return {"id": call.id, "type": "function", "function": function}
+
+
+def _times(end: SequenceEnd) -> dict[str, Any]:
+    """In vLLM's shape."""
+    new, writing_s = end.completion_tokens, max(end.total_s - end.first_token_s, 0.0)
+    times = {
+        "time_to_first_token_ms": end.first_token_s * 1e3,
+        "generation_time_ms": writing_s * 1e3,
+        "queue_time_ms": end.usage.queued_s * 1e3,
+        "tokens_per_second": new / end.total_s if end.total_s > 0 else 0.0,
+    }
+    return times | ({"mean_itl_ms": writing_s * 1e3 / (new - 1)} if new > 1 else {})
 
 
 def _speculation(usage: Usage) -> dict[str, Any]:

@@ -1,15 +1,14 @@
-"""The target's tokens over HTTP, as other servers have them; /version."""
+"""The target's tokens over HTTP, as other servers have them."""
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from importlib.metadata import version
 from typing import Any
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 
 from cluster.frontend.calls import check_prompt
 from cluster.frontend.http_api.bodies import (
@@ -32,10 +31,6 @@ from scheduler.errors import InvalidRequest
 def tokens_router(service: FrontendService, unknown: IgnoredNames) -> APIRouter:
     router, bytes_max = APIRouter(), service.config.frontend.message_bytes_max
     refuse_unknown = service.config.server.unknown_fields == "refuse"
-
-    @router.get("/version")
-    async def versions() -> JSONResponse:
-        return JSONResponse({"version": version("lockstep")})
 
     async def read(request: Request, kind: type[TokensRequest]) -> Taken:
         check = partial(taken, kind, refuse_unknown=refuse_unknown)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     BaseModel,
     Field,
     ValidationError,
     ValidationInfo,
+    WithJsonSchema,
     field_validator,
     model_validator,
 )
@@ -107,13 +108,31 @@ class TextPart(Known):
     text: str
 
 
+_CONTENT = {
+    "anyOf": [
+        {"type": ["string", "null"]},
+        {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "required": ["type", "text"],
+                "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+            },
+        },
+    ]
+}
+"""As the OpenAPI document says it."""
+
+
 class Message(Known):
     place: ClassVar = "messages."
     role: str
     name: str | None = None
     tool_calls: list[CallPart] | None = None
     tool_call_id: str | None = None
-    content: str | None = Field(default=None, validate_default=True)
+    content: Annotated[str | None, WithJsonSchema(_CONTENT)] = Field(
+        default=None, validate_default=True
+    )
 
     @field_validator("content", mode="before")
     @classmethod
