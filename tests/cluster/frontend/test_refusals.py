@@ -104,8 +104,18 @@ COMPLETIONS: Rows = [
     ({"stop": 5}, "stop: must be a text or a list, is 5"),
     ({"priority": 77}, "priority: must be 'high', 'normal', 'low' or 0, is 77"),
     ({"user": "y" * 129}, "user: 129 characters, at most 128 allowed"),
-    ({"structured_outputs": {}}, "structured_outputs: exactly one of json, regex, choice and"),
+    ({"structured_outputs": {}}, "structured_outputs: exactly one of json, json_object, regex"),
     ({"structured_outputs": {"regex": "("}}, "structured_outputs: "),
+    ({"guided_regex": "a", "regex": "b"}, "regex: guided_regex is given as well"),
+    ({"ebnf": "root ::= nothing"}, "ebnf: no GBNF: Rule 'nothing' not found"),
+    ({"structured_outputs": {"structural_tag": "[]"}}, "structured_outputs: must be the text of"),
+    ({"structured_outputs": {"structural_tag": {}}}, "structured_outputs: structures: must be"),
+    ({"allowed_token_ids": [5], "bad_words": ["a"]}, "allowed_token_ids: not together with"),
+    ({"allowed_token_ids": [99999]}, "allowed_token_ids: "),
+    ({"logprob_token_ids": [5]}, "logprob_token_ids: only with logprobs"),
+    ({"logprob_token_ids": [5] * 129, "logprobs": 1}, "logprob_token_ids: 129 given, at most 128"),
+    ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens: must be -1 or at least 1, is 0"),
+    ({"seed": 2**63}, "seed: must be in [-2**63, 2**63), is 9223372036854775808"),
     ({"structured_outputs": {"json": 5}}, "structured_outputs.json: must be a mapping or a text"),
 ]
 A_MODE = "must be 'none', 'auto' or 'required' or a mapping, is"
@@ -121,6 +131,12 @@ NO_CALLS = {"role": "assistant", "content": None, "tool_calls": []}
 SPACED = {"type": "function", "function": {"name": "a b"}}
 CHATS: Rows = [
     ({"messages": []}, "messages: must not be empty"),
+    ({"chat_template": "x"}, "chat_template: not allowed: frontend.request_templates"),
+    (
+        {"continue_final_message": True, "add_generation_prompt": True},
+        "continue_final_message: not with add_generation_prompt",
+    ),
+    ({"kv_transfer_params": {"prompt_token_ids": "x"}}, "kv_transfer_params: prompt_token_ids"),
     ({"messages": "x"}, "messages: must be a list, is 'x'"),
     ({"messages": [{"role": "user"}]}, f"messages.0.content: {A_TEXT} None"),
     ({"messages": [IMAGE]}, f"messages.0.content: {A_TEXT}"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any, ClassVar, Literal, Self
 
@@ -19,6 +20,17 @@ from cluster.frontend.structure import Structure
 from cluster.frontend.tools import ToolUse
 from scheduler.messages import Priority
 
+_STRUCTURES: Mapping[str, str] = {
+    "guided_json": "json",
+    "guided_json_object": "json_object",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+    "json_schema": "json",
+    "regex": "regex",
+    "ebnf": "grammar",
+}
+"""What vLLM and SGLang also have at the top, and as fields of `structured_outputs`."""
 _SHOWN_MAX = 5
 """Wrong keys in a sentence."""
 
@@ -52,6 +64,14 @@ class GenerationRequest(Known, BaseModel):  # the linter looks no further than i
     bad_words: list[str] = []
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_json_object: bool | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    json_schema: dict[str, Any] | str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
     allowed_token_ids: list[int] = []
     truncate_prompt_tokens: int | None = None
     truncation_side: Literal["left", "right"] = "left"
@@ -74,9 +94,16 @@ class GenerationRequest(Known, BaseModel):  # the linter looks no further than i
     def _what_goes_together(self) -> Self:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options: only with stream")
-        if self.response_format is not None and self.structured_outputs is not None:
-            raise ValueError("structured_outputs: response_format is given as well")
+        if len(given := self._structures) > 1:
+            raise ValueError(f"{given[1]}: {given[0]} is given as well")
+        _ = self.structure
         return self
+
+    @property
+    def _structures(self) -> list[str]:
+        """Fields that say what the text must be."""
+        names = ("response_format", "structured_outputs", *_STRUCTURES)
+        return [name for name in names if getattr(self, name) not in (None, False)]
 
     def with_model(self, name: str) -> Self:
         """The answer names the model that is served."""
@@ -96,6 +123,9 @@ class GenerationRequest(Known, BaseModel):  # the linter looks no further than i
     def structure(self) -> Structure | None:
         """What the new text must be."""
         asked = self.response_format or self.structured_outputs
+        for name, own in _STRUCTURES.items():
+            if (given := getattr(self, name)) not in (None, False):
+                asked = StructuredOutputs.model_validate({own: given})
         return None if asked is None else asked.structure
 
     @property
@@ -105,7 +135,7 @@ class GenerationRequest(Known, BaseModel):  # the linter looks no further than i
     @property
     def structure_field(self) -> str:
         """The field that says what the text must be."""
-        return "structured_outputs" if self.response_format is None else "response_format"
+        return self._structures[0]
 
     @property
     def default_limit(self) -> int | None:

@@ -18,9 +18,10 @@ from pydantic import (
 
 from cluster.error_messages import Strict, shown_value
 from cluster.frontend.http_api.bodies.check import Known
+from cluster.frontend.http_api.bodies.structural_tags import grammar_of_tags
 from cluster.frontend.prompts import ChatPrompt
 from cluster.frontend.structure import Structure
-from cluster.frontend.tools import CalledFunction, CallTurn, Function, Tool, ToolUse
+from cluster.frontend.tools import CalledFunction, CallTurn, Function, Tool, ToolUse, json_object
 
 
 class StreamOptions(Known):
@@ -37,20 +38,29 @@ class JsonSchema(Strict):
     strict: bool = True
 
 
-class ResponseFormat(Strict):
-    type: Literal["text", "json_object", "json_schema"]
+class ResponseFormat(Known):
+    place: ClassVar = "response_format."
+    open_to_unknown: ClassVar = False
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchema | None = None
+    structures: list[dict[str, Any]] | None = None
+    triggers: list[str] | None = None
+    format: dict[str, Any] | None = None
 
     @model_validator(mode="after")
-    def _schema_with_its_type(self) -> Self:
+    def _fields_of_its_type(self) -> Self:
         if (self.type == "json_schema") != (self.json_schema is not None):
             raise ValueError("json_schema: with the type json_schema, and only with it")
+        if self.type == "structural_tag":
+            grammar_of_tags(self.model_dump())
         return self
 
     @property
     def structure(self) -> Structure | None:
         if self.type == "text":
             return None
+        if self.type == "structural_tag":
+            return Structure("grammar", (grammar_of_tags(self.model_dump()),))
         schema = {"type": "object"} if self.json_schema is None else self.json_schema.schema_
         return Structure("json_schema", (json.dumps(schema),))
 
@@ -64,12 +74,19 @@ class StructuredOutputs(Known):
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: str | dict[str, Any] | None = None
 
     @model_validator(mode="after")
     def _exactly_one(self) -> Self:
-        given = (self.json_, self.regex, self.choice, self.grammar)
-        if sum(structure is not None for structure in given) != 1:
-            raise ValueError("exactly one of json, regex, choice and grammar must be given")
+        names = ("json_", "regex", "choice", "grammar", "structural_tag")
+        given = [name for name in names if getattr(self, name) is not None]
+        if len(given) + bool(self.json_object) != 1:
+            raise ValueError(
+                "exactly one of json, json_object, regex, choice, grammar and structural_tag must"
+                " be given"
+            )
+        _ = self.structure
         return self
 
     @property
@@ -81,7 +98,13 @@ class StructuredOutputs(Known):
             return Structure("choice", tuple(self.choice))
         if self.regex is not None:
             return Structure("regex", (self.regex,))
-        return Structure("grammar", (self.grammar or "",))
+        if self.grammar is not None:
+            return Structure("grammar", (self.grammar,))
+        if self.structural_tag is None:
+            return Structure("json_schema", ('{"type": "object"}',))
+        tags = self.structural_tag
+        given = json_object(tags) if isinstance(tags, str) else tags
+        return Structure("grammar", (grammar_of_tags(given),))
 
 
 class FunctionPart(Known, Function):

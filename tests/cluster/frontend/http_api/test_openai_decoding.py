@@ -54,12 +54,15 @@ async def whole(app: FastAPI, **fields: Any) -> dict[str, Any]:
     return dict(choices[0])
 
 
+GUIDED = {"guided_json", "guided_json_object", "guided_regex", "guided_choice", "guided_grammar"}
 RENAMED: dict[str, set[str]] = {
     "prompt_token_ids": {"prompt"},
     "max_new_tokens": {"max_tokens", "max_completion_tokens"},
     "cache_salt": {"cache_salt", "user"},
-    "json_schema": {"response_format", "structured_outputs"},
-    **{key: {"structured_outputs"} for key in ("regex", "choice", "grammar")},
+    "json_schema": {"response_format", "structured_outputs", "json_schema", *GUIDED},
+    **{key: {"structured_outputs"} for key in ("choice", "grammar")},
+    "regex": {"structured_outputs", "regex"},
+    "grammar": {"structured_outputs", "ebnf"},
     "logprobs": {"logprobs", "top_logprobs"},
     "prompt_logprobs": {"prompt_logprobs", "echo"},
     **{key: {"tool_choice"} for key in ("tool_mode", "tool_name")},
@@ -105,6 +108,18 @@ def test_both_edges_have_the_fields_of_one_table() -> None:
 IDS = {"prompt_token_ids": {"ids": [766, 639, 8]}}
 ALONE = {"structured_outputs": {"json": SCHEMA}}
 JSON = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}
+TAG = {"begin": "The ", "schema": {"enum": ["f", "g"]}, "end": "()"}
+TAGS = {"structures": [TAG], "triggers": ["Th"]}
+CONTENT = {"type": "json_schema", "json_schema": TAG["schema"]}
+FORMAT = {
+    "type": "triggered_tags",
+    "triggers": ["Th"],
+    "tags": [{"begin": "The ", "content": CONTENT, "end": "()"}],
+}
+TAGGED = """start: (lead rest)* REST
+lead[lazy]: /(?s:.*)Th/
+rest: "e " %json {"enum": ["f", "g"]} "()"
+REST: /(?s:.*)/ & ~/(?s:.*)Th(?s:.*)/"""
 SAME = [
     ({"repetition_penalty": 1.4}, {}),
     ({"frequency_penalty": 1.0, "presence_penalty": -0.5}, {}),
@@ -125,6 +140,18 @@ SAME = [
     ({"json_schema": '{"type": "object"}'}, {"response_format": {"type": "json_object"}}),
     ({"regex": "[a-z]{3,9}"}, {"structured_outputs": {"regex": "[a-z]{3,9}"}}),
     ({"choice": {"texts": ["yes", "no"]}}, {"structured_outputs": {"choice": ["yes", "no"]}}),
+    ({"json_schema": '{"type": "object"}'}, {"structured_outputs": {"json_object": True}}),
+    ({"json_schema": json.dumps(SCHEMA)}, {"guided_json": SCHEMA}),
+    ({"json_schema": '{"type": "object"}'}, {"guided_json_object": True}),
+    ({"json_schema": json.dumps(SCHEMA)}, {"json_schema": SCHEMA}),
+    ({"regex": "[a-z]{3,9}"}, {"guided_regex": "[a-z]{3,9}"}),
+    ({"regex": "[a-z]{3,9}"}, {"regex": "[a-z]{3,9}"}),
+    ({"choice": {"texts": ["yes", "no"]}}, {"guided_choice": ["yes", "no"]}),
+    ({"grammar": 'start: "a" "b"+'}, {"guided_grammar": 'start: "a" "b"+'}),
+    ({"grammar": 'start: "a" "b"+'}, {"ebnf": 'root ::= "a" "b"+'}),
+    ({"grammar": TAGGED}, {"structured_outputs": {"structural_tag": TAGS}}),
+    ({"grammar": TAGGED}, {"response_format": {"type": "structural_tag"} | TAGS}),
+    ({"grammar": TAGGED}, {"response_format": {"type": "structural_tag", "format": FORMAT}}),
     ({"grammar": 'start: "a" "b"+'}, {"structured_outputs": {"grammar": 'start: "a" "b"+'}}),
 ]
 ELSEWHERE = {"prompt", "max_new_tokens", "messages", "chat_template_kwargs", "priority"}
