@@ -68,8 +68,8 @@ $(CLIENTS)/.%-done: tests/clients/%.txt | $(SETUP)
 test-clients: $(SETUP) $(CLIENTS)/.all-done  ## openai, lm-eval, AIPerf, curl, grpcurl against a server
 	$(BIN)/python -m pytest tests/clients -m clients -rP
 
-test-clients-light: $(SETUP) $(CLIENTS)/.light-done  ## openai, curl, grpcurl: those that are installed in seconds
-	$(BIN)/python -m pytest tests/clients/test_openai_package.py tests/clients/test_command_line.py -m clients
+test-clients-light: $(SETUP) $(CLIENTS)/.light-done  ## openai, a browser, curl, grpcurl: those that are installed in seconds
+	$(BIN)/python -m pytest $(addprefix tests/clients/test_,openai_package.py dashboard.py command_line.py) -m clients
 
 lint: $(SETUP)  ## style, types, and who may import whom
 	$(BIN)/ruff check .
@@ -103,7 +103,7 @@ bench: $(SETUP)  ## the figures of the README (over half an hour on two cores)
 bench-scheduler: $(SETUP)  ## the scheduler's share of them
 	$(BIN)/python -m benchmarks.scheduler --json $(RESULTS)/scheduler.json
 
-SIMULATE = $(BIN)/lockstep simulate --batch-size 8
+SIMULATE = $(BIN)/lockstep simulate --rows-max 8
 SHORT_ROWS = --prompt-tokens 50..300 --new-tokens 64..192
 ONE_AND_FOUR = --shards 1 --shards 4
 SIMULATED = $(RESULTS)/simulate

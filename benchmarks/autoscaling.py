@@ -300,9 +300,9 @@ def main() -> None:
     config = from_args(
         {
             "autoscaling": AUTOSCALING,
-            "draft_len": DRAFT_LEN,
-            "grpc_port": args.grpc_port,
-            "http_port": args.grpc_port + 1,
+            "scheduler.draft_len": DRAFT_LEN,
+            "server.grpc_port": args.grpc_port,
+            "server.http_port": args.grpc_port + 1,
         }
     )
     spec = synthetic_spec(config.replica)

@@ -22,7 +22,7 @@ from benchmarks.shared.oracle import OracleDrafter
 from benchmarks.shared.report import write_json
 from replicas.decoding import load_grammars
 from replicas.grammars import grammar_of
-from replicas.models.loader import resolve
+from replicas.models import resolve
 from replicas.pair import load_pair
 from replicas.replica import Replica
 from scheduler.config import SchedulerConfig
@@ -89,9 +89,10 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(resolve(args.target))
     requests = [request for kind in asked(args, tokenizer).values() for request in kind]
     config = replica_config(args, {"method": "none"})
-    assert config.kv_blocks is not None
+    blocks = config.num_gpu_blocks_override
+    assert blocks is not None
     # Each of four ways has its own sequences there.
-    config = config.model_copy(update={"kv_blocks": 4 * config.kv_blocks})
+    config = config.model_copy(update={"num_gpu_blocks_override": 4 * blocks})
     pair = load_pair(config)
     oracle = OracleDrafter([], 0.7, pair.vocab_size, ragged=False)
     replica = Replica(pair, config, drafter=oracle)

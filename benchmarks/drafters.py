@@ -28,10 +28,10 @@ from benchmarks.shared.measured import MeasuredWay, ratio, side_by_side
 from benchmarks.shared.oracle import OracleDrafter, oracle_replica
 from benchmarks.shared.report import write_json
 from cluster.verify import transformers_greedy
-from replicas.config import ReplicaConfig
+from replicas.config import ReplicaConfig, SpeculativeConfig
 from replicas.drafters import DraftRequest, Observation
 from replicas.drafters.suffix import SuffixDrafter
-from replicas.models.loader import resolve
+from replicas.models import resolve
 from replicas.replica import Replica
 from replicas.sampling import SamplingBatch
 from replicas.stopwatch import Stopwatch
@@ -98,10 +98,10 @@ def asked(args: argparse.Namespace, tokenizer: Any) -> dict[str, list[Request]]:
 def replica_config(args: argparse.Namespace, speculative: dict[str, Any]) -> ReplicaConfig:
     return ReplicaConfig(
         target=args.target,
-        speculative=speculative,
+        speculative_config=SpeculativeConfig(**speculative),
         device=args.device,
         context_len=args.context_len,
-        kv_blocks=max(args.batches) * args.context_len // 16,
+        num_gpu_blocks_override=max(args.batches) * args.context_len // 16,
         prefix_sharing=False,
     )
 

@@ -28,7 +28,7 @@ from benchmarks.shared.prompts import benchmark_tokens
 from benchmarks.shared.report import machine, table, write_json
 from benchmarks.shared.transformers_runs import Assistance, Transformers, fastest_assistance
 from cluster.verify import transformers_model
-from replicas.models.loader import resolve
+from replicas.models import resolve
 from replicas.replica import Replica
 from scheduler.config import SchedulerConfig
 from scheduler.messages import Request

@@ -29,7 +29,7 @@ from cluster.local.engine import LocalEngine
 from cluster.verify import transformers_greedy
 from replicas.drafters.eagle3.planted_head import planted_head, planted_tensors
 from replicas.grammars import grammar_of
-from replicas.models.loader import resolve
+from replicas.models import resolve
 from replicas.pair import load_pair
 from replicas.replica import Replica
 from scheduler.config import SchedulerConfig

@@ -24,7 +24,7 @@ from cluster.bench.arrivals import Closed, Extent, drive
 from cluster.bench.engine import over_engine
 from cluster.bench.figures import summarise
 from cluster.local.engine import LocalEngine
-from replicas.models.loader import resolve
+from replicas.models import resolve
 from replicas.pair import load_pair
 from replicas.replica import Replica
 from scheduler.config import SchedulerConfig

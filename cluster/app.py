@@ -1,6 +1,6 @@
 """The composition root: Serve's deployments and the actors of ranks.
 
-`build` is what `serve run cluster.app:build target=...` and Serve config files name;
+`build` is what `serve run cluster.app:build replica.target=...` and Serve config files name;
 `cluster.run` is the same for the command line. `cluster.pool.ray_pool` makes the pools' actors.
 """
 
@@ -28,7 +28,8 @@ from cluster.frontend.http_api.app import http_app
 from cluster.frontend.proxy.pacing import PacedAnswers
 from cluster.frontend.service import FrontendService
 from cluster.frontend.target_text import TargetText
-from cluster.metrics import FrontendMeter, ray_sink
+from cluster.metrics import FrontendMeter
+from cluster.metrics.ray_sink import ray_sink
 from cluster.pool.ray_pool import RayPool, collect_seldom, log_to_stderr, open_pool, this_process
 from cluster.worker.hosted import HostedReplica
 from cluster.worker.loading import stage, tell_of_weights, up
@@ -153,7 +154,7 @@ class FrontendDeployment(GrpcApi):
             ray_pools(config),
             load_text(config.replica),
             name=serve.get_replica_context().replica_id.unique_id,
-            meter=FrontendMeter(ray_sink()),
+            meter=FrontendMeter(ray_sink(config.model_name)),
         )
         super().__init__(service, RAY_SERVE_GRPC_MAX_MESSAGE_SIZE)
         service.start()

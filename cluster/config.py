@@ -13,6 +13,7 @@ from typing import Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from cluster.error_messages import joined, problems
+from cluster.parser_names import ReasoningParser, ToolCallParser
 from replicas.config import ReplicaConfig
 from scheduler.config import SchedulerConfig
 from scheduler.scaling import AutoscalingConfig
@@ -96,6 +97,15 @@ class FrontendConfig(_Settings):
         "expression, a grammar) or the rendering of a chat template may take.",
     )
     bounded_mb_max: int = Field(512, ge=16, description="Memory that either may take.")
+    reasoning_parser: ReasoningParser = Field(
+        "auto",
+        description="How the target marks its reasoning; `auto` reads it from the chat template.",
+    )
+    tool_call_parser: ToolCallParser = Field(
+        "auto",
+        description="How the target writes calls of tools; `auto` lets the chat template write one "
+        "and reads it back.",
+    )
 
 
 class ServerConfig(_Settings):
@@ -197,7 +207,7 @@ class ActorsConfig(_Settings):
 
 
 class ClusterConfig(_Settings):
-    """Everything; see `from_args` for the short names."""
+    """Everything. A setting is named by its section and field: `replica.target`."""
 
     replicas: int = Field(1, ge=1, description="Number of replicas where `autoscaling` is null.")
     autoscaling: AutoscalingConfig | None = Field(
@@ -235,7 +245,7 @@ class ClusterConfig(_Settings):
         said = self.replica.drafting.num_speculative_tokens
         if said is not None and said > most:
             raise ValueError(
-                "replica.speculative.num_speculative_tokens: must be at most"
+                "replica.speculative_config.num_speculative_tokens: must be at most"
                 f" scheduler.draft_len_max ({most}), is {said}"
             )
         return self
@@ -287,19 +297,29 @@ class ClusterConfig(_Settings):
 
 SECTIONS = ("replica", "scheduler", "pool", "frontend", "server", "auth", "actors")
 """Settings that hold settings and are never null."""
-_REPLICA_NAMES = (
-    *("target", "draft", "speculative", "device", "dtype", "kv_blocks", "kv_memory_mb"),
-    *("memory", "context_len", "torch_threads", "trust_remote_code", "tensor_parallel"),
-)
-SHORT_NAMES: Mapping[str, tuple[str, str]] = {
-    **{name: ("replica", name) for name in _REPLICA_NAMES},
-    "batch_size": ("scheduler", "rows_max"),
-    "draft_len": ("scheduler", "draft_len"),
-    **{name: ("frontend", name) for name in ("max_new_tokens", "coalesce_ms")},
-    **{name: ("server", name) for name in ("grpc_port", "http_host", "http_port")},
-    **{name: ("auth", name) for name in ("keys_file", "allow_anyone")},
+RENAMED: Mapping[str, str] = {
+    "replica.draft": "speculative_config",
+    "replica.speculative": "speculative_config",
+    "replica.kv_blocks": "num_gpu_blocks_override",
+    "replica.kv_memory_mb": "memory",
+    "replica.gpu_share": "gpu_memory_utilization",
+    "replica.rows": "plan_rows",
+    "replica.draft_len": "plan_draft_len",
+    "scheduler.batch_size": "rows_max",
 }
-"""Keys that may stand at the top of the settings instead of in their section."""
+"""Settings that are no more, and what in the same section says the same now."""
+INSTEAD: Mapping[str, str] = {
+    **RENAMED,
+    **{
+        path.partition(".")[2]: f"{path.partition('.')[0]}.{name}" for path, name in RENAMED.items()
+    },
+    **{
+        name: f"{section}.{name}"
+        for section in SECTIONS
+        for name in type(ClusterConfig.model_fields[section].default).model_fields
+    },
+}
+"""Names that are refused, with what to use: those above, and fields outside their section."""
 
 
 class ConfigError(ValueError):
@@ -310,7 +330,7 @@ class ConfigError(ValueError):
 
     @classmethod
     def of(cls, error: ValidationError) -> Self:
-        found = problems(error, ClusterConfig, SHORT_NAMES)
+        found = problems(error, ClusterConfig, INSTEAD)
         made = cls(joined(found))
         made.problems = found
         return made

@@ -10,42 +10,41 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from cluster.config import SECTIONS, SHORT_NAMES, ClusterConfig, ConfigError, ServerConfig
+from cluster.config import SECTIONS, ClusterConfig, ConfigError, ServerConfig
 
 ALIASES: Mapping[str, str] = {
     "replica.context_len": "max_model_len",
-    "replica.gpu_share": "gpu_memory_utilization",
     "replica.tensor_parallel": "tensor_parallel_size",
     "scheduler.rows_max": "max_num_seqs",
     "server.http_host": "host",
     "server.http_port": "port",
 }
 """Other servers' names for the same settings."""
-_DRAFTER = {"draft", "speculative"}
 _TEXT_BYTES_MAX = 1 << 20
 _YAML_VALUES_MAX = 100_000
 """PyYAML takes a kilobyte for one, of which a character may be all that stands in the text."""
 
 
 def from_args(args: Mapping[str, Any]) -> ClusterConfig:
-    """Settings from a mapping of sections, of short names (`target`, `replicas`), or of both.
+    """Settings from a mapping of sections; a key may also be a section and a field, with a dot.
 
-    Values may be strings, as `serve run cluster.app:build target=... replicas=2` gives them;
-    "null" stands for no value, as `is_null` says. Raises `ConfigError`.
+    Values may be strings, as `serve run cluster.app:build replica.target=... replicas=2` gives
+    them; "null" stands for no value, as `is_null` says. Raises `ConfigError`.
     """
     nested: dict[str, Any] = {}
     for key, value in args.items():
-        if key not in SHORT_NAMES:
+        if key.partition(".")[0] not in SECTIONS:
+            nested[key] = _scalar(key, value)
+        elif "." not in key:
             nested[key] = dict(value) if isinstance(value, Mapping) else _scalar(key, value)
-    for key, (section, name) in SHORT_NAMES.items():
-        if key not in args:
+    for key, value in args.items():
+        section, dot, name = key.partition(".")
+        if not dot or section not in SECTIONS:
             continue
-        if nested.get(section) is None:
-            nested[section] = {}
-        inner = nested[section]
+        inner = nested[section] = {} if nested.get(section) is None else nested[section]
         if not isinstance(inner, dict) or name in inner:
-            raise ConfigError(f"{key}: also given as {section}.{name}")
-        inner[name] = _scalar(name, args[key])
+            raise ConfigError(f"{key}: given twice")
+        inner[name] = _scalar(name, value)
     try:
         return ClusterConfig.model_validate(nested)
     except ValidationError as error:
@@ -53,8 +52,8 @@ def from_args(args: Mapping[str, Any]) -> ClusterConfig:
 
 
 def is_null(name: str, text: str) -> bool:
-    """Whether a setting's text stands for no value. `speculative: none` names a method."""
-    return text.lower() == "null" or (text.lower() == "none" and name != "speculative")
+    """Whether a setting's text stands for no value. `speculative_config: none` names a method."""
+    return text.lower() == "null" or (text.lower() == "none" and name != "speculative_config")
 
 
 def _scalar(name: str, value: Any) -> Any:
@@ -65,11 +64,6 @@ def overridden(config: ClusterConfig, given: Mapping[str, Any]) -> ClusterConfig
     """The same settings, but for those in `given`, by their sections. Raises `ConfigError`."""
     # What was not said follows what is said now: another target has another drafter.
     nested = config.model_dump(exclude_unset=True)
-    if _DRAFTER & set(given.get("replica") or {}):
-        # One setting said in two ways: what is said now takes the place of both.
-        nested["replica"] = {
-            name: value for name, value in nested.get("replica", {}).items() if name not in _DRAFTER
-        }
     for key, value in given.items():
         merges = key in SECTIONS and isinstance(value, Mapping)
         nested[key] = nested.get(key, {}) | value if merges else value
@@ -186,7 +180,7 @@ def _serve_file_args(data: dict[str, Any]) -> dict[str, Any]:
     section = _mapping(args.get("server"), "server")
     for name, value in ports.items():
         if value is not None and name not in section:
-            args.setdefault(name, value)
+            args.setdefault(f"server.{name}", value)
     return args
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import typing
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -74,22 +75,22 @@ def joined(found: Iterable[tuple[str, str]]) -> str:
 def problems(
     error: ValidationError,
     model: type[BaseModel],
-    more: Iterable[str] = (),
+    instead: Mapping[str, str] = MappingProxyType({}),
     values: bool = True,
     given: dict[str, Any] | None = None,
 ) -> tuple[tuple[str, str], ...]:
     """The place of each error, as "replica.dtype", and what is wrong there.
 
-    `model`: what was validated, or a list of it. `more`: names that are allowed at the top beside
-    its own. `values`: whether wrong values and unknown names are shown. `given`: what was
-    validated, needed where a place may hold one of several kinds of value: pydantic names the kind
-    among the place's parts, and says of each kind why the value is none of it.
+    `model`: what was validated, or a list of it. `instead`: by the places of unknown
+    names, what to use. `values`: whether wrong values and unknown names are shown. `given`: what
+    was validated, needed where a place may hold one of several kinds of value: pydantic names the
+    kind among the place's parts, and says of each kind why the value is none of it.
     """
     found: dict[tuple[str | int, ...], dict[str, str]] = {}
     for item in error.errors():
         place = item["loc"] if given is None else _place(item["loc"], model, given)
         shown = f", is {shown_value(item['input'])}" if values else ""
-        reason, is_rule = _reason(dict(item), place, model, more)
+        reason, is_rule = _reason(dict(item), place, model, instead)
         if not values and item["type"] == "extra_forbidden":
             place = (*place[:-1], "***")
         found.setdefault(place, {})[reason] = shown if is_rule else ""
@@ -139,15 +140,17 @@ def shown_value(value: Any) -> str:
 
 
 def _reason(
-    item: dict[str, Any], place: Sequence[str | int], model: type[BaseModel], more: Iterable[str]
+    item: dict[str, Any],
+    place: Sequence[str | int],
+    model: type[BaseModel],
+    instead: Mapping[str, str],
 ) -> tuple[str, bool]:
     """What is wrong, and whether the value belongs behind it."""
     kind, context = item["type"], item.get("ctx", {})
     if kind == "extra_forbidden":
-        names = list(_fields(model, place[:-1]))
-        if len(place) == 1:
-            names += more
-        return "unknown name" + did_you_mean(str(place[-1]), names), False
+        if use := instead.get(".".join(map(str, place))):
+            return f"unknown name; use {use}", False
+        return "unknown name" + did_you_mean(str(place[-1]), _fields(model, place[:-1])), False
     if kind == "missing":
         return "must be given", False
     if kind in ("value_error", "assertion_error"):

@@ -20,7 +20,7 @@ from scheduler.messages import Request, Sampling
 from scheduler.validation import blocks_needed, check_request
 
 if TYPE_CHECKING:
-    from replicas.models.reference import Judgement
+    from replicas.models import Judgement
 
 Progress = Callable[[str, int, int], None]
 """Called with a phase, how many prompts are done, how many there are."""
@@ -149,14 +149,16 @@ def just_enough(
     config: ReplicaConfig, scheduler: SchedulerConfig, text: TargetText, requests: Sequence[Request]
 ) -> ReplicaConfig:
     """Memory for these requests only, where none is given: a second copy of the target must fit."""
-    if any(given is not None for given in (config.kv_blocks, config.kv_memory_mb, config.memory)):
+    if config.memory is not None or config.num_gpu_blocks_override is not None:
         return config
     lengths = sorted((request.length_max for request in requests), reverse=True)
     at_once = lengths[: 2 * scheduler.rows_max]
     return config.model_copy(
         update={
             "context_len": min(text.context_len, lengths[0]),
-            "kv_blocks": sum(blocks_needed(length, config.block_size) for length in at_once),
+            "num_gpu_blocks_override": sum(
+                blocks_needed(length, config.block_size) for length in at_once
+            ),
         }
     )
 
@@ -190,7 +192,7 @@ def _judged(
     difference: Difference, content: Sequence[int], replica: Any, config: ReplicaConfig
 ) -> Difference:
     """With a judgement by float64 where both have a token; `content` ends before it."""
-    from replicas.models.reference import judge
+    from replicas.models import judge
 
     if difference.expected is None or difference.got is None:
         return difference
@@ -214,7 +216,7 @@ def transformers_model(config: ReplicaConfig, name: str, role: str = "target") -
     PairRefused."""
     import torch
 
-    from replicas.models.loader import dtype_name, read_model, resolve, resolve_device
+    from replicas.models import dtype_name, read_model, resolve, resolve_device
 
     path = resolve(name, role, dtype_name(config))
     model: Any = read_model(path, config, role)

@@ -14,19 +14,25 @@ if TYPE_CHECKING:
     import torch
 
 
+Method = Literal["draft_model", "suffix", "eagle3", "dflash", "dspark", "clover", "none"]
+DRAFTING_FIELD = "speculative_config.model"
+"""The setting that names the model that drafts, for messages."""
+
+
 class SpeculativeConfig(BaseModel):
     """What drafts, and how far; named as vLLM names it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
-    method: Literal["draft_model", "suffix", "eagle3", "none"] = Field(
-        description="A smaller model, suffix decoding, an EAGLE-3 head, or no drafts at all."
+    method: Method = Field(
+        description="A smaller model, suffix decoding, an EAGLE-3 head, a one-pass head (DFlash or"
+        " DSpark), a Clover-2 head, or no drafts at all."
     )
     model: str | None = Field(
         None,
         min_length=1,
-        description="Of draft_model and eagle3: a local directory or a hub name; a draft model may"
-        " also be 'tiny' or 'planted:SHAPE', a head of a planted target 'planted:head'.",
+        description="Of draft_model and heads: a local directory or a hub name; a draft model may"
+        " also be 'tiny' or 'planted:SHAPE', an EAGLE-3 head of a planted target 'planted:head'.",
     )
     num_speculative_tokens: int | None = Field(
         None,
@@ -42,11 +48,13 @@ class SpeculativeConfig(BaseModel):
 
     @model_validator(mode="after")
     def _whole(self) -> SpeculativeConfig:
-        of_model = self.method in ("draft_model", "eagle3")
+        of_model = self.method not in ("suffix", "none")
         if of_model and self.model is None:
             raise ValueError(f"model: method {self.method} needs one")
         if not of_model and self.model is not None:
             raise ValueError(f"model: method {self.method} has none, not {self.model!r}")
+        if self.method == "draft_model" and self.model and is_planted(self.model):
+            parse_planted(self.model)
         if self.method == "none" and self.num_speculative_tokens is not None:
             raise ValueError("num_speculative_tokens: method none drafts nothing")
         if not self.adaptive and self.num_speculative_tokens is None:
@@ -67,17 +75,12 @@ class ReplicaConfig(BaseModel):
         " revision, REPO@REVISION), a GGUF file (also as REPO:FILE of the hub) or 'planted:SHAPE'."
         " 'demo' is smollm2 where it is installed, else tiny.",
     )
-    draft: str | None = Field(
-        DEMO,
-        description="Draft model, likewise; null serves the target without speculation. Short for"
-        " `speculative` with method draft_model. 'demo' is what goes with the target: the embedded"
-        " draft for tiny, suffix decoding for others.",
-    )
-    speculative: SpeculativeConfig | None = Field(
+    speculative_config: SpeculativeConfig | None = Field(
         None,
         description="What drafts, and how far, as"
-        """ '{"method": "suffix", "num_speculative_tokens": 4}'; methods draft_model, suffix,"""
-        " eagle3 and none. Null: what `draft` says.",
+        """ '{"method": "suffix", "num_speculative_tokens": 4}' or a method alone: draft_model,"""
+        " suffix, eagle3, dflash, dspark, clover or none. Null is what goes with the target: the"
+        " embedded draft model for tiny, suffix decoding for others.",
     )
     device: str = Field(
         "auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto, cpu, cuda or cuda:N."
@@ -100,24 +103,24 @@ class ReplicaConfig(BaseModel):
         " device, with a process of its own.",
     )
     block_size: int = Field(16, ge=1, le=1024, description="KV positions per block.")
-    kv_blocks: int | None = Field(
-        None, ge=1, description="Blocks of the KV cache; null computes them from kv_memory_mb."
-    )
-    kv_memory_mb: int | None = Field(
-        None, ge=1, description="Memory of the KV cache; null takes what `memory` leaves."
-    )
     memory: ByteSize | None = Field(
         None,
         gt=0,
         description="Memory for weights, KV cache and buffers together, in bytes or as '20GiB'; "
         "where it is short, speculation shrinks. Null takes a share of what is free.",
     )
-    gpu_share: float | None = Field(
+    gpu_memory_utilization: float | None = Field(
         None,
         gt=0,
         le=1,
         description="Part of a GPU that is this replica's where `memory` is null; null is what Ray "
         "gives it, or all of it.",
+    )
+    num_gpu_blocks_override: int | None = Field(
+        None,
+        ge=1,
+        description="Blocks of the KV cache, on any device, for tests and measurements; null takes"
+        " what memory allows.",
     )
     plan_rows: int | None = Field(
         None,
@@ -182,22 +185,14 @@ class ReplicaConfig(BaseModel):
 
     @property
     def drafting(self) -> SpeculativeConfig:
-        """What drafts, whichever way it was said."""
-        if self.speculative is not None:
-            return self.speculative
-        if self.draft is None:
-            return SpeculativeConfig(method="none")
-        if self.draft == DEMO and self.target != TINY:
+        """What drafts: as said, else what goes with the target."""
+        if self.speculative_config is not None:
+            return self.speculative_config
+        if self.target != TINY:
             return SpeculativeConfig(method="suffix")
-        model = TINY if self.draft == DEMO else self.draft
-        return SpeculativeConfig(method="draft_model", model=model)
+        return SpeculativeConfig(method="draft_model", model=TINY)
 
-    @property
-    def drafting_field(self) -> str:
-        """The setting that names the model that drafts, for messages."""
-        return "draft" if self.speculative is None else "speculative.model"
-
-    @field_validator("speculative", mode="before")
+    @field_validator("speculative_config", mode="before")
     @classmethod
     def _of_a_command_line(cls, said: Any) -> Any:
         """A text is JSON, or a method alone."""
@@ -215,10 +210,10 @@ class ReplicaConfig(BaseModel):
     def _demo_has_a_name(cls, name: str) -> str:
         return demo_target() if name == DEMO else name
 
-    @field_validator("target", "draft")
+    @field_validator("target")
     @classmethod
-    def _a_planted_name_is_whole(cls, name: str | None) -> str | None:
-        if name is not None and is_planted(name):
+    def _a_planted_target_is_whole(cls, name: str) -> str:
+        if is_planted(name):
             parse_planted(name)
         return name
 
@@ -226,6 +221,4 @@ class ReplicaConfig(BaseModel):
     def _fits_together(self) -> ReplicaConfig:
         if self.tensor_parallel > 1 and ":" in self.device:
             raise ValueError(f"tensor_parallel: device {self.device} is one of several; say 'cuda'")
-        if self.speculative is not None and self.draft not in (DEMO, None):
-            raise ValueError(f"draft: {self.draft!r} beside a speculative config, which says too")
         return self

@@ -20,7 +20,7 @@ import torch
 
 from replicas.decoding import DecodingRows
 from replicas.drafters import Drafter, DraftRequest, Observation, Proposal
-from replicas.models.paged_model import BatchLayout, ForwardOptions, Model
+from replicas.models import BatchLayout, ForwardOptions, Model
 from replicas.sampling import SamplingBatch, choose
 from replicas.stopwatch import Stopwatch
 from scheduler.messages import RowFailure

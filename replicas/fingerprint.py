@@ -8,9 +8,7 @@ from itertools import chain
 import torch
 
 from replicas.config import ReplicaConfig
-from replicas.models.build import trial_logits
-from replicas.models.loader import dtype_name
-from replicas.models.paged_model import PagedModel
+from replicas.models import PagedModel, dtype_name, trial_logits
 
 
 def fingerprint(target: PagedModel, config: ReplicaConfig) -> str:

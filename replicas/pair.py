@@ -17,17 +17,19 @@ from transformers import PreTrainedModel
 from replicas.config import ReplicaConfig
 from replicas.drafters import METHODS, Drafter, DraftSource
 from replicas.errors import PairRefused
-from replicas.memory import MemoryPlan, PairShape
-from replicas.models.loader import (
+from replicas.memory import MemoryPlan, PairShape, measured_passes, plan_memory
+from replicas.models import (
+    ModelShape,
     dtype_name,
     dtype_of,
+    keep_own_part,
     load_config,
     load_model,
     resolve,
     resolve_device,
+    weight_bytes,
+    without_storage,
 )
-from replicas.models.model_shape import ModelShape, weight_bytes, without_storage
-from replicas.models.rank_weights import keep_own_part
 from replicas.names import ACCEPTANCE
 
 
@@ -52,6 +54,12 @@ class Pair:
         if self.draft is None:
             return PairShape(sizes, size, self.context_len)
         return PairShape(sizes, size, self.context_len, self.draft.memory)
+
+    def plan(self, config: ReplicaConfig) -> MemoryPlan:
+        """The division of what is free once it is loaded; a GPU's largest passes are measured."""
+        on_gpu = self.device.type == "cuda"
+        measured = measured_passes(self.target, config, self.context_len) if on_gpu else None
+        return plan_memory(config, self.shape, self.device, loaded=True, passes=measured)
 
     def drafter(self, config: ReplicaConfig, plan: MemoryPlan) -> Drafter | None:
         """None where nothing drafts; raises PairRefused for what cannot run on the paged cache."""

@@ -17,15 +17,13 @@ from replicas.calibration import calibrated, probe
 from replicas.config import ReplicaConfig
 from replicas.cuda import GraphedModel, buckets
 from replicas.decoding import DecodingRows, RowState, load_grammars
-from replicas.drafters import Drafter, DraftRequest, Observation
+from replicas.drafters import Drafter, DraftRequest, DraftSource, Observation
 from replicas.eqspec import step
 from replicas.fingerprint import fingerprint
 from replicas.grammars import Grammars
 from replicas.kv_cache import BlockAllocator, OutOfBlocks, TokenRange
-from replicas.memory import MemoryPlan, check_memory, measured_passes, plan_memory
-from replicas.models.build import build
-from replicas.models.loader import resolve_device
-from replicas.models.paged_model import ForwardOptions, Model, Output, prefill
+from replicas.memory import MemoryPlan, check_memory
+from replicas.models import ForwardOptions, Model, Output, build_model, prefill, resolve_device
 from replicas.pair import Pair, load_pair, read_pair
 from replicas.residents import Resident, Residents, Tally
 from replicas.sampling import SamplingBatch
@@ -66,7 +64,7 @@ class Replica:
         if pair.device.type == "cuda":
             # Recordings and timing events are made on the thread's current device.
             torch.cuda.set_device(pair.device)
-        plan = plan or _plan(pair, config)
+        plan = plan or pair.plan(config)
         self._device = pair.device
         self._patient = config.tensor_parallel > 1
         """Ranks must do the same: none leaves a row out of a step by its own clock."""
@@ -74,7 +72,9 @@ class Replica:
         self.blocks = BlockAllocator(plan.kv_blocks, config.block_size)
         """Who has which KV blocks, of the target and of a draft model."""
         name, blocks = pair.target_name, plan.kv_blocks
-        target, built = build(pair.target, name, config, blocks, pair.context_len, plan.prepack)
+        target, built = build_model(
+            pair.target, name, config, blocks, pair.context_len, plan.prepack
+        )
         self.drafter = drafter = drafter or pair.drafter(config, plan)
         """None: it drafts nothing."""
         dtype = str(pair.dtype).removeprefix("torch.")
@@ -95,7 +95,7 @@ class Replica:
             context_len=pair.context_len,
             vocab_size=pair.vocab_size,
             embedding_size=self.target.vocab,
-            **_drafting(config, plan, drafter),
+            **_drafting(config, plan, drafter, pair.draft),
             rows_max=plan.rows_max,
             prefix_sharing=config.prefix_sharing,
             target=name,
@@ -340,19 +340,16 @@ class Replica:
         return resident
 
 
-def _plan(pair: Pair, config: ReplicaConfig) -> MemoryPlan:
-    """Of models that are loaded; on a GPU the largest passes are measured."""
-    on_gpu = pair.device.type == "cuda"
-    measured = measured_passes(pair.target, config, pair.context_len) if on_gpu else None
-    return plan_memory(config, pair.shape, pair.device, loaded=True, passes=measured)
-
-
-def _drafting(config: ReplicaConfig, plan: MemoryPlan, drafter: Drafter | None) -> dict[str, Any]:
+def _drafting(
+    config: ReplicaConfig, plan: MemoryPlan, drafter: Drafter | None, source: DraftSource | None
+) -> dict[str, Any]:
     """What a ReplicaSpec says of the drafter."""
     if drafter is None:
         return {"draft_len_max": 0}
     said = config.drafting
     most = plan.draft_len_max(said.num_speculative_tokens or DRAFT_LEN_MAX)
+    if source is not None and source.draft_len_max is not None:
+        most = min(most, source.draft_len_max)
     return {
         "draft": drafter.name,
         "drafter": said.method,

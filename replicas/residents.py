@@ -87,6 +87,7 @@ class Tally:
 
     def __init__(self, draft_len: int) -> None:
         self.steps = self.asked_tokens = self.draft_tokens = 0
+        self.accepted: list[int] = []
         self.accepted_at, self.tried_at = [0] * draft_len, [0] * draft_len
 
     def note(self, asked: int, drafted: int, accepted: int) -> None:
@@ -94,6 +95,7 @@ class Tally:
         self.steps += 1
         self.asked_tokens += asked
         self.draft_tokens += drafted
+        self.accepted.append(accepted)
         for at in range(accepted):
             self.accepted_at[at] += 1
         for at in range(min(accepted + 1, asked)):
@@ -117,6 +119,7 @@ class Tally:
             asked_tokens=self.asked_tokens,
             extras=tuple(extras),
             failure=failure,
+            accepted=tuple(self.accepted),
         )
 
 

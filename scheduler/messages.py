@@ -161,6 +161,8 @@ class Usage:
     batch with it failed, it was moved to a lighter replica, or KV blocks ran out."""
     queued_s: float = 0.0
     """Seconds in the queue until a replica first took it."""
+    drafts: int = 0
+    """Steps in which draft tokens were asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +179,8 @@ class Emit(Message, frozen=True):
     extras: tuple[TokenLogprobs, ...] = ()
     """What the request wants to be told of each of the tokens. With no tokens: of the prompt, from
     the token at index `start` + 1 on; after a loss they may come again."""
+    accepted: tuple[int, ...] = ()
+    """As in `RowResult`; the last steps may be beyond the tokens."""
 
 
 class RecordFailure(Message, frozen=True):

@@ -183,6 +183,9 @@ class RowResult:
     reused: int = 0
     """In a sequence's first prefill batch: KV positions from the beginning that the replica had
     already, of another sequence with the same prefix."""
+    accepted: tuple[int, ...] = ()
+    """Of each step, how many draft tokens were accepted: so many of `tokens`, then one of the
+    target's own."""
 
 
 @dataclass(frozen=True, slots=True)

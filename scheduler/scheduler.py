@@ -270,7 +270,9 @@ class Scheduler:
             if tokens:
                 committed += len(tokens)
                 start = len(sequence.committed) - len(tokens)
-                out.append(Emit(sequence.id, start, tokens, row.extras[: len(tokens)]))
+                out.append(
+                    Emit(sequence.id, start, tokens, row.extras[: len(tokens)], row.accepted)
+                )
             if reason is not None:
                 self._finish(sequence, reason)
             elif row.failure is not None:

@@ -154,4 +154,4 @@ def _vocabulary(field: str, tokens: Sequence[int], vocab_size: int) -> Objection
     if not tokens or (min(tokens) >= 0 and max(tokens) < vocab_size):
         return
     wrong = next(token for token in tokens if not 0 <= token < vocab_size)
-    yield field, f"token id {wrong} is outside the vocabulary of {vocab_size}"
+    yield field, f"token id {wrong} is out of vocabulary, which has {vocab_size}"

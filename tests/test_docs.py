@@ -1,14 +1,16 @@
 """Proves: every link between our pages leads to a file and a heading that are there, and every file
-that a page names by its whole path exists."""
+that a page names by its whole path exists. Files and folders are as small as CONTRIBUTING says."""
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
+CODE = "benchmarks|cluster|lockstep|protos|replicas|scheduler|tests"
 FOLDERS = "benchmarks|cluster|deploy|docs|protos|replicas|scheduler|tests"
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("deploy/*/*.md")])
 
@@ -34,3 +36,23 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_files_named_by_their_whole_path_exist(page: Path) -> None:
     named = re.findall(rf"`((?:{FOLDERS})/[\w./-]+)`", page.read_text())
     assert [path for path in named if not (ROOT / path).exists()] == []
+
+
+def test_files_and_folders_are_small() -> None:
+    """About 350 lines, of tests 500, and twelve modules beside fixtures and the `__init__`."""
+    modules = [
+        path
+        for folder in CODE.split("|")
+        for path in (ROOT / folder).rglob("*.py")
+        if not path.name.endswith(("_pb2.py", "_pb2_grpc.py"))
+    ]
+    assert len(modules) > 400
+    lines = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in modules}
+    for path, count in lines.items():
+        assert count <= (500 if path.startswith("tests") else 360), path
+    counted = Counter(
+        str(path.parent.relative_to(ROOT))
+        for path in modules
+        if path.name not in ("__init__.py", "conftest.py")
+    )
+    assert {folder: count for folder, count in counted.items() if count > 12} == {}

@@ -116,5 +116,11 @@ def unrecorded(model: PagedModel | GraphedModel) -> PagedModel:
 
 def tiny_replica(architecture: str, drafter: Drafter | None = None, **config: object) -> Replica:
     """A replica of a tiny pair; blocks of 4 positions, so that rows cross block borders often."""
-    settings = {"block_size": 4, "kv_blocks": 2048, "device": DEVICE, **FEW_KINDS, **config}
+    settings = {
+        "block_size": 4,
+        "num_gpu_blocks_override": 2048,
+        "device": DEVICE,
+        **FEW_KINDS,
+        **config,
+    }
     return Replica(tiny_pair(architecture), ReplicaConfig(**settings), drafter=drafter)

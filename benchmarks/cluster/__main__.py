@@ -72,13 +72,13 @@ def main() -> None:
         config = from_args(
             {
                 "replicas": replicas,
-                "target": args.target,
-                "draft": args.draft,
-                "torch_threads": args.threads,
+                "replica.target": args.target,
+                "replica.speculative_config": {"method": "draft_model", "model": args.draft},
+                "replica.torch_threads": args.threads,
                 "pool": {"shards": args.shards},
                 "scheduler": {"rows_max": args.batch_size} if args.batch_size else {},
-                "grpc_port": args.grpc_port,
-                "http_port": args.grpc_port + 1,
+                "server.grpc_port": args.grpc_port,
+                "server.http_port": args.grpc_port + 1,
             }
         )
         return with_paths(config)

@@ -42,9 +42,9 @@ from benchmarks.gpu.runs import GENERATE_BATCH, HEAD, TRANSFORMERS, USUAL, Mode,
 from benchmarks.shared.command_line import parser_of
 from benchmarks.shared.measured import medians
 from benchmarks.shared.report import machine, table, write_json
-from replicas.config import ReplicaConfig
+from replicas.config import ReplicaConfig, SpeculativeConfig
 from replicas.drafters.eagle3.planted_head import PLANTED_HEAD
-from replicas.models.loader import resolve_device
+from replicas.models import resolve_device
 from replicas.names import DRAFTS
 
 BLOCK_SIZE = 16
@@ -99,7 +99,9 @@ def modes_of(args: argparse.Namespace, device: torch.device) -> dict[str, Mode]:
     context_len: int = args.prompt_tokens + args.new_tokens
     config = ReplicaConfig(
         target=f"planted:{args.shape}?acceptance={args.acceptance}",
-        draft=f"planted:{DRAFTS[args.shape]}",
+        speculative_config=SpeculativeConfig(
+            method="draft_model", model=f"planted:{DRAFTS[args.shape]}"
+        ),
         device=str(device),
         dtype=args.dtype,
         block_size=BLOCK_SIZE,
@@ -107,11 +109,11 @@ def modes_of(args: argparse.Namespace, device: torch.device) -> dict[str, Mode]:
         # Or prompts would be filled in the first round only.
         prefix_sharing=False,
         calibrate=False,
-        kv_blocks=rows * (-(-context_len // BLOCK_SIZE) + 1),  # one for each row to spare
+        num_gpu_blocks_override=rows * (-(-context_len // BLOCK_SIZE) + 1),
         plan_rows=rows,
         plan_draft_len=max(args.draft_lens),
     )
-    head = {"speculative": {"method": "eagle3", "model": PLANTED_HEAD}, "draft": None}
+    head = {"speculative_config": {"method": "eagle3", "model": PLANTED_HEAD}}
     changes: dict[str, dict[str, Any]] = {USUAL: {}, TRANSFORMERS: {}, HEAD: head}
     if device.type == "cuda":
         changes[EAGER] = {"graphs": "off"}

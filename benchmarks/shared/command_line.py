@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from replicas.config import ReplicaConfig
+from replicas.config import ReplicaConfig, SpeculativeConfig
 
 
 def parser_of(about: str | None) -> argparse.ArgumentParser:
@@ -28,7 +28,7 @@ def pair_config(args: argparse.Namespace) -> ReplicaConfig:
     """Without prefix sharing: the same prompts come in every round."""
     return ReplicaConfig(
         target=args.target,
-        draft=args.draft,
+        speculative_config=SpeculativeConfig(method="draft_model", model=args.draft),
         device=args.device,
         dtype=args.dtype,
         torch_threads=args.threads,

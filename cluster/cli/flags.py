@@ -20,7 +20,7 @@ from pydantic import BaseModel, ByteSize
 from pydantic.fields import FieldInfo
 from typer.core import TyperCommand
 
-from cluster.config import SHORT_NAMES, ClusterConfig, ConfigError
+from cluster.config import RENAMED, ClusterConfig, ConfigError
 from cluster.config_sources import ALIASES, from_args, from_file, is_null, overridden
 from cluster.error_messages import joined
 from scheduler.simulation import parse_lengths
@@ -28,7 +28,6 @@ from scheduler.simulation import parse_lengths
 Command = Callable[..., None]
 ENGINE = ("replica", "scheduler")
 """Sections of the config that say how one replica computes."""
-_SHORT = {place: short for short, place in SHORT_NAMES.items()}
 _FILES = ("keys_file", "chat_template")
 _METAVARS = {int: "N", float: "X", ByteSize: "SIZE"}
 
@@ -109,11 +108,11 @@ class Flag:
         return f"{said} [{listed}]" if listed else said
 
 
-def flags_of(sections: Sequence[str], renamed: Mapping[str, str] | None = None) -> list[Flag]:
+def flags_of(sections: Sequence[str]) -> list[Flag]:
     """A flag for each field of these sections, or of one field, as "scheduler.rows_max"; ""
     stands for the top of the config.
 
-    At the top the other sections are flags, too. `renamed`: names by the settings' paths.
+    At the top the other sections are flags, too.
     """
     flags = []
     for place in sections:
@@ -123,24 +122,20 @@ def flags_of(sections: Sequence[str], renamed: Mapping[str, str] | None = None) 
         for field, info in model.model_fields.items():
             if (only and field != only) or (not section and field in sections):
                 continue
-            name = _SHORT.get((section, field), field).replace("_", "-")
+            name = field.replace("_", "-")
             if model_of(info) is not None:
-                name += "-config"
-            path = f"{section}.{field}" if section else field
-            name = (renamed or {}).get(path, name)
+                name = name.removesuffix("-config") + "-config"
             flags.append(Flag(section, field, f"--{name}", info))
     return flags
 
 
-def with_settings(
-    *sections: str, renamed: Mapping[str, str] | None = None, model: bool = False
-) -> Callable[[Command], Command]:
+def with_settings(*sections: str, model: bool = False) -> Callable[[Command], Command]:
     """A command that gets its `settings`, a ClusterConfig, by flags and by --config; with `model`
     the target may be its argument, too.
 
     An option of the command's own goes before a setting's of the same name.
     """
-    flags = flags_of(sections, renamed)
+    flags = flags_of(sections)
     file = typer.Option(
         help="YAML file: settings, or a Serve config file. Flags go before it.",
         exists=True,
@@ -167,10 +162,29 @@ def with_settings(
         added = [keyword("model", Annotated[str | None, target])] if model else []
         added.append(keyword("config", Annotated[Path | None, file]))
         added += [flag.parameter() for flag in flags if flag.name not in own]
+        taken = own | {flag.name for flag in flags}
+        added += [_removed(name, use) for name, use in removed.items() if name not in taken]
         return adding("settings", added, settings)(command)
 
     names = [(flag, flag.path.replace(".", "_")) for flag in flags]
+    of_path = {flag.path: flag.name for flag in flags}
+    removed = {
+        "--" + path.partition(".")[2].replace("_", "-"): of_path[now]
+        for path, name in RENAMED.items()
+        if (now := f"{path.partition('.')[0]}.{name}") in of_path
+    }
     return decorate
+
+
+def _removed(name: str, use: str) -> inspect.Parameter:
+    """An option that is no more: it says what takes its place."""
+
+    def refuse(given: str | None) -> None:
+        if given is not None:
+            raise typer.BadParameter(f"is no option; use {use}")
+
+    option = typer.Option(name, hidden=True, callback=refuse)
+    return keyword("removed_" + name[2:].replace("-", "_"), Annotated[str | None, option])
 
 
 def type_of(field: FieldInfo) -> Any:

@@ -149,12 +149,7 @@ def verify(
 
 
 @main.command(cls=SectionedCommand)
-@with_settings(
-    "replica",
-    "scheduler.draft_len_max",
-    renamed={"replica.plan_rows": "rows", "replica.plan_draft_len": "draft-len"},
-    model=True,
-)
+@with_settings("replica", "scheduler.draft_len_max", model=True)
 def plan(
     settings: Any,
     as_json: Annotated[bool, typer.Option("--json", help="As JSON, in bytes.")] = False,
@@ -216,7 +211,8 @@ def demo(
     """Start a cluster, stream eight answers, compare them with plain decoding, stop everything."""
     from cluster.cli.demo import run_demo
 
-    given = {"replicas": replicas, "grpc_port": grpc_port, "http_port": http_port}
+    ports = {"server.grpc_port": grpc_port, "server.http_port": http_port}
+    given = {"replicas": replicas, **ports}
     with _errors():
         settings = from_args({name: value for name, value in given.items() if value is not None})
     raise typer.Exit(run_demo(settings, max_new_tokens, verbose))
@@ -239,10 +235,13 @@ def add(
     requests_max: Annotated[
         int | None, typer.Option(min=1, help=help_of(store.KeyEntry, "requests_max"))
     ] = None,
+    operator: Annotated[
+        bool, typer.Option("--operator", help=help_of(store.KeyEntry, "operator"))
+    ] = False,
 ) -> None:
     """Make a key, print it, and store its hash. The file is made if need be."""
     with _errors():
-        key = store.add(file, name, priority_max.value, tokens_per_minute, requests_max)
+        key = store.add(file, name, priority_max.value, tokens_per_minute, requests_max, operator)
     typer.echo(key)
     typer.echo(f"The key of {name}; it is not stored and cannot be shown again.", err=True)
 
@@ -258,6 +257,8 @@ def show(file: File) -> None:
             limits.append(f"{entry.tokens_per_minute} tokens per minute")
         if entry.requests_max is not None:
             limits.append(f"{entry.requests_max} requests in flight")
+        if entry.operator:
+            limits.append("operator")
         typer.echo(f"{entry.name}  {', '.join(limits)}")
 
 

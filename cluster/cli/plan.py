@@ -20,7 +20,7 @@ from cluster.config import ClusterConfig
 from replicas.config import ReplicaConfig
 from replicas.errors import PairRefused, TooLittleMemory
 from replicas.memory import MemoryPlan, Workload, plan_memory
-from replicas.models.loader import dtype_name, resolve_device
+from replicas.models import dtype_name, resolve_device
 from replicas.pair import read_pair
 
 _LENGTHS = (256, 1024, 8192, 65536)
@@ -31,12 +31,13 @@ def planned_of(config: ClusterConfig) -> ReplicaConfig:
     """The settings by which a replica of this cluster divides its memory.
 
     Of a GPU that replicas share by `actors.replica_gpus` each has that part. Where Ray divides the
-    GPUs among the replicas it is known only when they are deployed; `gpu_share` says it here.
+    GPUs among the replicas it is known only when they are deployed; `gpu_memory_utilization` says
+    it here.
     """
     replica, part = config.planned_replica, config.actors.replica_gpus
-    if replica.gpu_share is not None or part is None or not 0 < part < 1:
+    if replica.gpu_memory_utilization is not None or part is None or not 0 < part < 1:
         return replica
-    return replica.model_copy(update={"gpu_share": part})
+    return replica.model_copy(update={"gpu_memory_utilization": part})
 
 
 def print_plan(config: ReplicaConfig, as_json: bool) -> int:
@@ -66,9 +67,8 @@ def _device(config: ReplicaConfig) -> torch.device:
 
     Raises PairRefused where it is not.
     """
-    sizes = (config.memory, config.kv_blocks, config.kv_memory_mb)
-    on_gpu = config.device.startswith("cuda")
-    if on_gpu and any(size is not None for size in sizes):
+    sized = config.memory is not None or config.num_gpu_blocks_override is not None
+    if sized and config.device.startswith("cuda"):
         return torch.device(config.device)
     try:
         return resolve_device(config.device)

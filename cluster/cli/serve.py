@@ -42,7 +42,7 @@ def with_paths(config: ClusterConfig) -> ClusterConfig:
         given["target"] = target
     drafting = config.replica.drafting
     if drafting.model is not None and (model := _path_of(drafting.model)):
-        given["speculative"] = drafting.model_dump(exclude_unset=True) | {"model": model}
+        given["speculative_config"] = drafting.model_dump(exclude_unset=True) | {"model": model}
     return _renamed(config, given) if given else config
 
 

@@ -18,6 +18,7 @@ from grpc import StatusCode
 from cluster.config import ClusterConfig
 from cluster.frontend.calls import Delta, GenerateCall, SequenceEnd, call_field
 from cluster.frontend.pool_session import InFlightRequest, ShardRouter
+from cluster.frontend.reasoning import ReasoningReader
 from cluster.frontend.status_codes import CODES, Refusal, Refused, refusal_of_finish
 from cluster.frontend.text import TextStream
 from cluster.frontend.tools import CallDelta, ToolReader
@@ -44,8 +45,11 @@ class AnswerSequence:
     index: int
     live: InFlightRequest
     text: TextStream
-    tools: ToolReader | None
+    tools: ToolReader | None = None
     """Where it may call some."""
+    reasoning: ReasoningReader | None = None
+    """Where it may have some."""
+    reasoning_tokens: int = 0
     taken: int = 0
     """Tokens of `live` that the text has seen."""
     called: bool = False
@@ -54,8 +58,42 @@ class AnswerSequence:
     """The stop string that was found."""
     said: str = ""
     """Text for the next delta."""
+    reasoned: str = ""
+    """Reasoning for it."""
     tokens: list[int] = field(default_factory=list)
     """Tokens for it, the last ones that were taken."""
+
+    def push(self, new: Sequence[int]) -> None:
+        """Make text of tokens, up to the first stop string."""
+        used = 0
+        while self.stop is None and used < len(new):
+            reader, within = self.reasoning, False
+            part = new[used:]
+            if reader is not None and not reader.settled:  # its tokens are counted
+                within, part = reader.within, part[:1]
+            piece = self.text.push(part)
+            self._read(piece.text)
+            self.reasoning_tokens += reader is not None and within and reader.within
+            self.stop = piece.stop
+            used += piece.tokens
+        self.taken += used
+        self.tokens += new[:used]
+
+    def finish(self) -> None:
+        """No more tokens: what is held back is text, unless it is behind a stop string."""
+        if self.stop is None:
+            piece = self.text.finish()
+            self._read(piece.text)
+            self.stop = piece.stop
+        self._read("", ended=True)
+
+    def _read(self, text: str, ended: bool = False) -> None:
+        if self.reasoning is None:
+            self.said += text
+            return
+        reasoned, said = self.reasoning.push(text, ended)
+        self.reasoned += reasoned
+        self.said += said
 
     @property
     def prompt(self) -> Sequence[int]:
@@ -92,12 +130,18 @@ class Answer:
         self.status = StatusCode.CANCELLED
         """How it ended for the client: it has left, unless it was told something else."""
 
-    def submit(self, request: Request, text: TextStream, tools: ToolReader | None) -> None:
+    def submit(
+        self,
+        request: Request,
+        text: TextStream,
+        reasoning: ReasoningReader | None,
+        tools: ToolReader | None,
+    ) -> None:
         """Hand one more sequence to the pool."""
         assert request.timeout_s is not None
         left_s = self._arrived_s + request.timeout_s - time.monotonic()
         live = self._router.submit(request, left_s)
-        self.sequences.append(AnswerSequence(len(self.sequences), live, text, tools))
+        self.sequences.append(AnswerSequence(len(self.sequences), live, text, tools, reasoning))
 
     def seed(self, index: int) -> int | None:
         """Of a sequence that is sampled."""
@@ -235,20 +279,22 @@ class Answer:
 
     def _delta(self, sequence: AnswerSequence, end: SequenceEnd | None = None) -> Delta:
         """With what was taken since the last one."""
-        text, tokens = sequence.said, sequence.tokens
-        sequence.said, sequence.tokens = "", []
+        text, reasoning, tokens = sequence.said, sequence.reasoned, sequence.tokens
+        sequence.said, sequence.reasoned, sequence.tokens = "", "", []
+        if not self.call.include_reasoning:
+            reasoning = ""
         calls: list[CallDelta] = []
         if sequence.tools is not None:
             # What a refusal ends may be continued.
             ended = end is not None and end.refusal is None
             text, calls = sequence.tools.push(text, ended)
             sequence.called |= any(call.whole is not None for call in calls)
-        logprobs: Sequence[TokenLogprobs] = ()
-        if self.call.logprobs is not None:
-            # The client has the tokens that it came with.
-            at = sequence.taken - len(self.call.committed_token_ids)
-            logprobs = sequence.live.logprobs[at - len(tokens) : at]
-        return Delta(sequence.index, text, tokens, logprobs, calls, end)
+        # The client has the tokens that it came with.
+        until = sequence.taken - len(self.call.committed_token_ids)
+        here = slice(until - len(tokens), until)
+        logprobs = sequence.live.logprobs[here] if self.call.logprobs is not None else ()
+        drafted = sequence.live.drafted[here] if self.call.speculative_decoding_stats else ()
+        return Delta(sequence.index, text, tokens, reasoning, logprobs, calls, drafted, end)
 
     def _pause_s(self) -> float:
         """Between two deltas of one stream; grows with the streams that share the CPU."""
@@ -260,15 +306,11 @@ class Answer:
         request."""
         live = sequence.live
         while sequence.stop is None and (new := live.tokens[sequence.taken : most]):
-            text = sequence.text
-            # Many hold up other calls.
-            inline = len(new) <= _TEXT_INLINE_TOKENS
-            piece = text.push(new) if inline else await asyncio.to_thread(text.push, new)
-            sequence.taken += piece.tokens
-            sequence.said += piece.text
-            sequence.tokens += new[: piece.tokens]
-            if piece.stop is not None:
-                sequence.stop = piece.stop
+            if len(new) <= _TEXT_INLINE_TOKENS:
+                sequence.push(new)
+            else:  # many hold up other calls
+                await asyncio.to_thread(sequence.push, new)
+            if sequence.stop is not None:
                 self._router.cancel(live)
 
     async def _end(self, sequence: AnswerSequence) -> SequenceEnd:
@@ -280,15 +322,14 @@ class Answer:
                 async with asyncio.timeout(_USAGE_WAIT_S):
                     await live.ended.wait()
             finish = live.finish or Finish(live.pool_id, FinishReason.STOP, Usage())
+            sequence.finish()
         else:
             finish = self._finish(live)
             at_fault = call_field(finish.field, self.call)
             refusal = refusal_of_finish(finish, self.call.request_id, at_fault)
             if refusal is None:
                 # Else what is held back stays so: a continuation from these tokens gives it, whole.
-                piece = sequence.text.finish()
-                sequence.said += piece.text
-                sequence.stop = piece.stop
+                sequence.finish()
         now_s = time.monotonic()
         return SequenceEnd(
             reason=FinishReason.STOP if sequence.stop is not None else finish.reason,
@@ -298,6 +339,7 @@ class Answer:
             seed=self.seed(sequence.index),
             stop=sequence.stop,
             stop_token=self._stop_token(sequence, finish),
+            reasoning_tokens=sequence.reasoning_tokens,
             message=finish.message,
             first_token_s=(live.first_s or now_s) - self._arrived_s,
             total_s=now_s - self._arrived_s,

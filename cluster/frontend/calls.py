@@ -6,7 +6,7 @@ in the edge's own containers until their number is checked: to copy millions of 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field as field_of
 from typing import Literal
 
@@ -45,6 +45,8 @@ class GenerateCall:
     prompts: tuple[Prompt, ...]
     choices: int = 1
     stream: bool = False
+    speculative_decoding_stats: bool = False
+    """Whether the answer says of each token who proposed it."""
     """Deltas as the text is written; else one for each sequence, with all of it."""
     request_id: str = ""
     """The client's own name for the call."""
@@ -84,7 +86,12 @@ class GenerateCall:
     allowed_token_ids: Sequence[int] = ()
     """Tokens of which each new one is; empty: of all."""
     structure: Structure | None = None
+    """Of the text behind the reasoning, where there is some."""
     tools: ToolUse | None = None
+    include_reasoning: bool = True
+    """Whether the answer tells of its reasoning."""
+    thinking_token_budget: int | None = None
+    """Tokens of reasoning, at most."""
     logprobs: int | None = None
     logprob_token_ids: Sequence[int] = ()
     """Tokens that are told of in each place, instead of the likeliest ones."""
@@ -107,13 +114,15 @@ class GenerateCall:
     def sampled(self) -> bool:
         return self.temperature > 0
 
-    def text_rules(self, stop_tokens: Iterable[int]) -> TextRules:
-        """`stop_tokens`: all that end a sequence, the target's own included."""
+    def text_rules(self, stop_tokens: Iterable[int], shown: Set[int] = frozenset()) -> TextRules:
+        """`stop_tokens`: all that end a sequence, the target's own included; `shown`: special
+        tokens that belong to the text."""
         return TextRules(
             tuple(self.stop),
             frozenset(stop_tokens),
             self.min_tokens,
             self.include_stop_str_in_output,
+            shown,
             self.skip_special_tokens,
         )
 
@@ -132,6 +141,8 @@ class SequenceEnd:
     """The stop string that ended it."""
     stop_token: int | None
     """The token among the call's `stop_token_ids` that ended it."""
+    reasoning_tokens: int
+    """Of the new ones."""
     message: str
     first_token_s: float
     total_s: float
@@ -147,11 +158,15 @@ class Delta:
 
     index: int
     text: str
+    """Without its reasoning and its calls."""
     tokens: Sequence[int]
+    reasoning: str = ""
     logprobs: Sequence[TokenLogprobs] = ()
     """Of each of the tokens, where they were asked for."""
     calls: Sequence[CallDelta] = ()
     """What comes next of calls of tools; their text is left out."""
+    drafted: Sequence[bool] = ()
+    """Of each of the tokens, where that was asked for: whether a drafter had proposed it."""
     end: SequenceEnd | None = None
 
 
@@ -172,6 +187,9 @@ def check_call(call: GenerateCall, config: ClusterConfig, context_len: int) -> N
         check_prompt(prompt, config)
     if call.max_new_tokens == 0 and call.prompt_logprobs is None:
         raise InvalidRequest("max_new_tokens", "must be at least 1, is 0")
+    if call.thinking_token_budget is not None and call.thinking_token_budget < 0:
+        reason = f"must be at least 0, is {call.thinking_token_budget}"
+        raise InvalidRequest("thinking_token_budget", reason)
     for name, most, unit in (
         ("committed_token_ids", context_len, "given"),
         ("stop_token_ids", config.scheduler.stop_token_ids_max, "given"),

@@ -10,6 +10,10 @@ if TYPE_CHECKING:
     from cluster.frontend.tools import ToolUse
 
 
+REASONING_NAMES = ("reasoning", "reasoning_content", "thinking")
+"""Each chat template knows what a turn was thinking by one of these."""
+
+
 @dataclass(frozen=True, slots=True)
 class TextPrompt:
     field: ClassVar = "prompt"

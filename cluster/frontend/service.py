@@ -20,6 +20,7 @@ from grpc import StatusCode
 from cluster.config import ClusterConfig
 from cluster.frontend.admission.control import AdmissionControl, Admitted, Caller
 from cluster.frontend.answer import Answer
+from cluster.frontend.answer_formats import AnswerFormats
 from cluster.frontend.bounded import BoundedWork
 from cluster.frontend.calls import GenerateCall, call_field, check_call, check_number
 from cluster.frontend.pool_session import ShardRouter
@@ -28,9 +29,9 @@ from cluster.frontend.requests import RequestFactory
 from cluster.frontend.status_codes import Refusal, Refused, refusal_of_error
 from cluster.frontend.target_text import TargetText
 from cluster.frontend.text import TextStream
-from cluster.frontend.tools import ToolReader, tool_format
 from cluster.metrics import FrontendMeter
-from cluster.pool.protocol import STOPPING, PoolPort, PoolView
+from cluster.metrics.exposition import exposition
+from cluster.pool.protocol import STOPPING, PoolOverview, PoolPort, PoolView
 from scheduler.errors import InvalidRequest, LockstepError, Overloaded
 from scheduler.messages import Request
 
@@ -71,9 +72,10 @@ class FrontendService:
         self.text = text
         self.bounded = bounded or BoundedWork(text, config.frontend)
         self._owns_bounded = bounded is None
+        self.formats = AnswerFormats(text, config.frontend)
         self._factory = RequestFactory(text, config)
-        self.router = ShardRouter(pools, config, name)
         self._meter = meter or FrontendMeter()
+        self.router = ShardRouter(pools, config, name, self._meter)
         self.admission = AdmissionControl(config.auth, config.frontend)
         # Each holds up all else of this process for a tenth of a second when it has a long text.
         self._tokenizers = ThreadPoolExecutor(2, "tokenizer")
@@ -113,6 +115,20 @@ class FrontendService:
         """What the pool is doing. Raises Refused."""
         with self.refusals():
             return await self.router.status()
+
+    async def metrics(self, caller: Caller) -> bytes:
+        """What all frontends and pools have counted, as a page for Prometheus. Raises Refused."""
+        with self.refusals():
+            self.admission.check_operator(caller)
+            shards = (await self.router.overviews()).items()
+            counted = {shard: seen.sums for shard, seen in shards}
+            return exposition(counted, self.config.model_name)
+
+    async def overviews(self, caller: Caller) -> dict[int, PoolOverview]:
+        """What the shards are doing, by their numbers. Raises Refused."""
+        with self.refusals():
+            self.admission.check_operator(caller, local=False)
+            return await self.router.overviews()
 
     def check_caller(self, caller: Caller) -> None:
         """To be called before a request is parsed: its errors tell of it. Raises Refused."""
@@ -161,15 +177,21 @@ class FrontendService:
         """All checks of all sequences come before any token is decoded or any request sent."""
         if self.stopping.is_set():
             raise Refused(Refusal(StatusCode.UNAVAILABLE, STOPPING))
-        form = None
-        if call.tools is not None:
-            form = tool_format(self.text.chat_template)
-            call = replace(call, structure=call.tools.structure(form, call.structure))
+        formats = self.formats.of(call)
+        if call.tools is not None and formats.tools is not None:
+            structure = formats.tool_structure(call.tools, call.structure)
+            call = replace(call, structure=structure)
         check_call(call, self.config, self.text.context_len)
         if call.drawn_seed is None:
             call = replace(call, drawn_seed=self._factory.drawn_seed())
         call = replace(call, priority=admitted.priority)
         self._check_load(call.sequences)
+        opened, first = None, None
+        if formats.reasoning is not None:
+            first = await self.tokens(call.prompts[0], admitted.tenant)
+            opened = formats.opened(first)
+            structure = formats.behind_reasoning(opened, call)
+            call = replace(call, structure=structure)
         grammar = ""
         if call.structure is not None:
             grammar = await self.bounded.grammar(
@@ -177,7 +199,7 @@ class FrontendService:
             )
         requests: list[Request] = []
         for number, prompt in enumerate(call.prompts):
-            tokens = await self.tokens(prompt, admitted.tenant)
+            tokens = first or await self.tokens(prompt, admitted.tenant)
             tokens = self._factory.truncated(call, tokens)
             length_max = self.router.length_max
             requests += self._factory.requests(
@@ -190,12 +212,9 @@ class FrontendService:
         answer = Answer(call, arrived_s, self.router, self._meter, self.config)
         try:
             for request in requests:
-                rules = call.text_rules(request.stop_token_ids)
+                rules = call.text_rules(request.stop_token_ids, formats.shown)
                 text = TextStream(self.text.tokenizer, request.prompt, rules)
-                tools = None
-                if call.tools and form:
-                    tools = ToolReader(form, call.tools.names, call.tools.parallel)
-                answer.submit(request, text, tools)
+                answer.submit(request, text, *formats.readers(opened, call.tools))
         except BaseException:
             answer.cancel()
             raise

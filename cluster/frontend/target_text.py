@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 from cluster.frontend.chat_template import check_template
 from cluster.frontend.prompts import ChatPrompt, TextPrompt, TokenPrompt
-from cluster.frontend.tools import tool_format
+from cluster.frontend.tools import AUTO, tool_format
 from replicas.config import ReplicaConfig
 from scheduler.errors import InvalidRequest
 from scheduler.messages import ReplicaSpec
@@ -57,7 +57,7 @@ class TargetText:
         from transformers import AutoConfig
 
         from replicas.decoding import choosable, read_tokens
-        from replicas.models.loader import resolve
+        from replicas.models import resolve
         from replicas.names import is_planted
 
         if is_planted(config.target):
@@ -80,7 +80,7 @@ class TargetText:
             embedding_size=embedding_size,
         )
         # So that no request waits for it.
-        tool_format(made.chat_template)
+        tool_format(AUTO, made.chat_template)
         return made
 
     def encode(
@@ -140,6 +140,19 @@ class TargetText:
         if prompt.goes_on:
             told["continue_final_message"] = True
         return turns, {**told, **self.encoder.special_tokens_map, **prompt.options}
+
+    @cached_property
+    def tokenizer_info(self) -> dict[str, Any]:
+        """The tokenizer's settings that are plain values."""
+        given = getattr(self.encoder, "init_kwargs", {})
+        plain = (str, int, float, bool, list)
+        info = {name: value for name, value in given.items() if isinstance(value, plain)}
+        info |= {
+            "tokenizer_class": type(self.encoder).__name__,
+            "model_max_length": self.context_len,
+            **getattr(self.encoder, "special_tokens_map", {}),
+        }
+        return info | ({"chat_template": self.chat_template} if self.chat_template else {})
 
     @cached_property
     def _not_the_templates(self) -> frozenset[str]:

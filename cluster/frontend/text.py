@@ -6,7 +6,7 @@ tokens pushed one by one, in one go, or on another frontend give the same text a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import takewhile
@@ -40,12 +40,12 @@ class Detokenizer:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt: Sequence[int], skip_special: bool = True
+        self, tokenizer: Tokenizer, prompt: Sequence[int], shown: Set[int] = frozenset()
     ) -> None:
-        """`skip_special`: special tokens have no text."""
+        """`shown`: special tokens whose names belong to the text."""
         self._tokenizer = tokenizer
-        self._skip_special = skip_special
-        self._special = special_ids(tokenizer) if skip_special else frozenset[int]()
+        self._shown = shown
+        self._special = special_ids(tokenizer)
         self._settled: list[int]
         """Tokens before those held back: the last ones whose text was given out, or the prompt."""
         self._held: list[int]
@@ -98,6 +98,10 @@ class Detokenizer:
         return "".join(map(self._push, tokens)) + self.flush()
 
     def _push(self, token: int) -> str:
+        if token in self._shown:
+            text = self.flush()
+            self._settle((self._settled + self._held)[-_CONTEXT_TOKENS:])
+            return text + (self._tokenizer.id_to_token(token) or "")
         if token in self._special or self._tokenizer.id_to_token(token) is None:
             # The decoder never sees it, wherever it stands.
             return ""
@@ -141,7 +145,7 @@ class Detokenizer:
         self._settled, self._held, self._given = tokens, [], self._decode(tokens)
 
     def _decode(self, tokens: list[int]) -> str:
-        return self._tokenizer.decode(tokens, skip_special_tokens=self._skip_special)
+        return self._tokenizer.decode(tokens, skip_special_tokens=True)
 
 
 @lru_cache(maxsize=16)
@@ -149,6 +153,15 @@ def special_ids(tokenizer: Tokenizer) -> frozenset[int]:
     """Tokens that have no text in an answer."""
     added = tokenizer.get_added_tokens_decoder()
     return frozenset(token for token, of in added.items() if of.special)
+
+
+@lru_cache(maxsize=16)
+def shown_ids(tokenizer: Tokenizer, markers: tuple[str, ...]) -> frozenset[int]:
+    """Special tokens whose names are in one of these markers."""
+    added = tokenizer.get_added_tokens_decoder()
+    return frozenset(
+        token for token in special_ids(tokenizer) if any(added[token].content in m for m in markers)
+    )
 
 
 def tail_of(text: str, words: Sequence[str]) -> int:
@@ -183,15 +196,18 @@ class TextRules:
     """A stop string ends the text only behind so many tokens."""
     include_stop: bool = False
     """What ends the answer belongs to its text."""
+    shown: Set[int] = frozenset()
+    """Special tokens whose names belong to the text."""
     skip_special: bool = True
-    """Special tokens have no text."""
+    """All others have no text."""
 
 
 class TextStream:
     """The text of one answer, up to the first stop string in it, which may span several pushes."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], rules: TextRules) -> None:
-        self._detokenizer = Detokenizer(tokenizer, prompt, rules.skip_special)
+        shown = rules.shown if rules.skip_special else special_ids(tokenizer)
+        self._detokenizer = Detokenizer(tokenizer, prompt, shown)
         self._rules = rules
         self._stops = tuple(rules.stops)
         self._silent = frozenset[int]() if rules.include_stop else rules.stop_tokens

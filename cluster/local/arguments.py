@@ -31,7 +31,7 @@ class Arguments:
         replica: Mapping[str, Any],
     ) -> None:
         """Raises ConfigError for a setting that is given twice, PairRefused for no revision."""
-        self._names = {"target": "model", "speculative": "speculative_config"}
+        self._names = {"target": "model"}
         """Arguments that have another name than the setting."""
         settings = dict(replica)
         for place, alias in ALIASES.items():
@@ -41,12 +41,11 @@ class Arguments:
                     raise ConfigError(f"{alias}: also given as {name}")
                 settings[name] = settings.pop(alias)
                 self._names[name] = alias
-        for name in ("target", "speculative"):
-            if name in settings:
-                raise ConfigError(f"{name}: is given as {self._names[name]}")
+        if "target" in settings:
+            raise ConfigError("target: is given as model")
         settings["target"] = model if revision is None else with_revision(model, revision)
         if speculative_config is not None:
-            settings["speculative"] = dict(speculative_config)
+            settings["speculative_config"] = dict(speculative_config)
         self._scheduler = {} if rows_max is None else {"rows_max": rows_max}
         self._settings = {"seed": seed, "replica": settings}
 

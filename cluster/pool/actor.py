@@ -16,18 +16,24 @@ import math
 import time
 import traceback
 import uuid
+from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
 from cluster.config import ClusterConfig
 from cluster.metrics import PoolMeter
+from cluster.pool.overview import BATCHES_MAX, batch_view, requests_in_flight
 from cluster.pool.peers import FrontendPeer, WorkerPeer, deliver, incompatible, requests_of
 from cluster.pool.protocol import (
     STOPPING,
+    BatchView,
+    Beat,
+    Counted,
     DrainNote,
     LeaveNote,
     PoolFailed,
+    PoolOverview,
     PoolState,
     PoolView,
     StopReply,
@@ -97,6 +103,7 @@ class PoolActor:
         self._cut = False
         self._ticker: asyncio.Task[None] | None = None
         self._meter = meter or PoolMeter()
+        self._batches: deque[BatchView] = deque(maxlen=BATCHES_MAX)
 
     # ------------------------------------------------------------------ workers
 
@@ -146,6 +153,7 @@ class PoolActor:
             case StepResult(batch_id):
                 if (batch := worker.batches.pop(batch_id, None)) is not None:
                     self._step(StepDone(message), batch)
+                    self._batches.append(batch_view(batch, message))
             case StepFailed(_, batch_id):
                 if (batch := worker.batches.pop(batch_id, None)) is not None:
                     self._step(message, batch)
@@ -198,7 +206,9 @@ class PoolActor:
             case Cancel(request_id):
                 if request_id in frontend.requests:
                     self._step(message)
-            case _:
+            case Counted(sums):
+                self._meter.told(sums)
+            case Beat():
                 frontend.unfinished = message.unfinished
                 frontend.flush()
 
@@ -211,6 +221,12 @@ class PoolActor:
             status=self.scheduler.snapshot(),
             stopping=self._stopping,
         )
+
+    async def overview(self) -> PoolOverview:
+        """What operators see of this pool."""
+        view, sums = await self.status(), self._meter.sums(self.scheduler)
+        requests = requests_in_flight(self.scheduler.pool.sequences, self._clock())
+        return PoolOverview(view, sums, tuple(self._batches), requests)
 
     # ------------------------------------------------------------------ stopping
 

@@ -15,10 +15,12 @@ from typing import Any, Protocol
 
 from msgspec.msgpack import Decoder
 
+from cluster.metrics import Sum
 from cluster.transport import Stream, StreamKind
 from scheduler.errors import LockstepError
 from scheduler.messages import (
     Batch,
+    BatchKind,
     Cancel,
     Emit,
     Finish,
@@ -82,6 +84,12 @@ WORKER = StreamKind(
 # --------------------------------------------------------------------------- frontends
 
 
+class Counted(Message, frozen=True):
+    """What a frontend has counted since it said so last, to any pool."""
+
+    sums: list[Sum]
+
+
 class PoolState(Message, frozen=True):
     """What the pool says of itself, after all that it sends together."""
 
@@ -97,7 +105,7 @@ class PoolState(Message, frozen=True):
 FrontendMessage = Emit | RecordFailure | Finish | Reject | PoolState
 FRONTEND = StreamKind(
     "Frontend",
-    calling=Decoder(list[Submit | Cancel | Beat]),
+    calling=Decoder(list[Submit | Cancel | Beat | Counted]),
     called=Decoder(list[FrontendMessage]),
 )
 """The stream of one session; its caller is the session's id."""
@@ -132,6 +140,53 @@ class PoolView:
     """Names of those that did not answer in time; nothing else here knows of them."""
 
 
+@dataclass(frozen=True, slots=True)
+class BatchView:
+    """A batch that was answered; lengths and counts in tokens."""
+
+    id: int
+    replica_id: str
+    kind: BatchKind
+    rows: int
+    steps: int
+    shortest: int
+    longest: int
+    """Row at the beginning of a step batch; of a prefill the KV positions to be filled."""
+    draft_len: int
+    draft_tokens: int
+    accepted_tokens: int
+    committed_tokens: int
+    """As the replica reports them; those of a prefill are the positions that it has filled."""
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class RequestView:
+    """A request in flight."""
+
+    id: str
+    state: str
+    replica_id: str
+    """Empty while it waits."""
+    prompt_tokens: int
+    new_tokens: int
+    new_tokens_max: int
+    draft_tokens: int
+    accepted_tokens: int
+    age_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class PoolOverview:
+    """Its status, what was counted since its start, the last batches, and the oldest requests in
+    flight."""
+
+    view: PoolView
+    sums: list[Sum]
+    batches: tuple[BatchView, ...]
+    requests: tuple[RequestView, ...]
+
+
 def merged_view(shards: Sequence[PoolView], silent: Sequence[str] = ()) -> PoolView:
     """Several pools as one, as old as the youngest of them. `shards` must not be empty."""
     if len(shards) == 1 and not silent:
@@ -159,3 +214,5 @@ class PoolPort(Protocol):
         ...
 
     async def status(self) -> PoolView: ...
+
+    async def overview(self) -> PoolOverview: ...

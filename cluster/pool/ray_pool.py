@@ -21,9 +21,18 @@ from ray.exceptions import ActorDiedError, GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.config import ClusterConfig
-from cluster.metrics import PoolMeter, ray_sink
+from cluster.metrics import PoolMeter
+from cluster.metrics.ray_sink import ray_sink
 from cluster.pool.actor import PoolActor
-from cluster.pool.protocol import FRONTEND, NAMESPACE, WORKER, PoolUnreachable, PoolView, StopReply
+from cluster.pool.protocol import (
+    FRONTEND,
+    NAMESPACE,
+    WORKER,
+    PoolOverview,
+    PoolUnreachable,
+    PoolView,
+    StopReply,
+)
 from cluster.transport import Endpoint, Key, Server, Stream, StreamKind, connect
 from scheduler.messages import ReplicaSpec
 
@@ -52,7 +61,9 @@ class PoolProcess(PoolActor):
     def __init__(self, config: ClusterConfig) -> None:
         log_to_stderr()
         collect_seldom()
-        super().__init__(config, process_lives, _leave, _abort, PoolMeter(ray_sink()))
+        super().__init__(
+            config, process_lives, _leave, _abort, PoolMeter(ray_sink(config.model_name))
+        )
         self._server = Server({WORKER: self.serve_worker, FRONTEND: self.serve_frontend})
 
     async def endpoint(self, public_pem: bytes) -> Endpoint:
@@ -123,6 +134,10 @@ class RayPool:
     async def status(self) -> PoolView:
         view: PoolView = await self._call("status")
         return view
+
+    async def overview(self) -> PoolOverview:
+        overview: PoolOverview = await self._call("overview")
+        return overview
 
     async def _call(self, method: str, *args: Any) -> Any:
         try:

@@ -58,9 +58,9 @@ def placement(config: ClusterConfig, gpus: float) -> dict[str, Any]:
 
 def sharing_gpus(config: ClusterConfig, gpus: float) -> ClusterConfig:
     """The first of several replicas on one GPU must leave the others their part of its memory."""
-    if not 0 < gpus < 1 or config.replica.gpu_share is not None:
+    if not 0 < gpus < 1 or config.replica.gpu_memory_utilization is not None:
         return config
-    replica = config.replica.model_copy(update={"gpu_share": gpus})
+    replica = config.replica.model_copy(update={"gpu_memory_utilization": gpus})
     return config.model_copy(update={"replica": replica})
 
 

@@ -25,7 +25,7 @@ import torch
 
 from replicas.errors import PairRefused
 from replicas.kv_cache import SCRAP_BLOCK, DevicePassLayout, DeviceStepLayout
-from replicas.models.paged_model import ALL, BatchLayout, ForwardOptions, Model, Output
+from replicas.models import ALL, BatchLayout, ForwardOptions, Model, Output
 
 KV_SHARES = (16, 4, 1)
 """Buckets of KV positions: the context divided by each."""

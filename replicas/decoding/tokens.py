@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from replicas.config import ReplicaConfig
 from replicas.grammars import Grammars
-from replicas.models.loader import resolve
+from replicas.models import resolve
 from replicas.names import is_planted
 
 _log = logging.getLogger("lockstep.replica")

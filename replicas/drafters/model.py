@@ -14,16 +14,26 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, PreTrainedModel
 
-from replicas.config import ReplicaConfig
+from replicas.config import DRAFTING_FIELD, ReplicaConfig
 from replicas.cuda import GraphedModel
 from replicas.drafters.protocol import Drafter, DraftRequest, DraftSource, Observation, Proposal
 from replicas.errors import PairRefused
 from replicas.kv_cache import TokenRange
 from replicas.memory import DraftMemory, MemoryPlan
-from replicas.models.build import build
-from replicas.models.loader import dtype_name, load_config, load_model, resolve
-from replicas.models.model_shape import ModelShape, weight_bytes, without_storage
-from replicas.models.paged_model import ALL, ForwardOptions, Model, prefill
+from replicas.models import (
+    ALL,
+    ForwardOptions,
+    Model,
+    ModelShape,
+    build_model,
+    dtype_name,
+    load_config,
+    load_model,
+    prefill,
+    resolve,
+    weight_bytes,
+    without_storage,
+)
 from replicas.names import is_planted
 from replicas.sampling import guess
 from replicas.stopwatch import Stopwatch
@@ -133,8 +143,8 @@ class ModelSource(DraftSource):
         """For a target of this config. Raises PairRefused, or OSError for a name not found."""
         name = config.drafting.model
         assert name is not None
-        path = resolve(name, "draft", field=config.drafting_field)
-        of_model = load_config(path, config, config.drafting_field)
+        path = resolve(name, "draft", field=DRAFTING_FIELD)
+        of_model = load_config(path, config, DRAFTING_FIELD)
         vocab_size = _check_vocabularies(resolve(config.target), path, config)
         model = without_storage(of_model, config)
         return cls(name, model, min(vocab_size, of_model.vocab_size))
@@ -144,14 +154,14 @@ class ModelSource(DraftSource):
         return DraftMemory(weight_bytes(self.model), ModelShape.of(self.model.config))
 
     def load(self, config: ReplicaConfig, device: torch.device) -> ModelSource:
-        path = resolve(self.name, "draft", dtype_name(config), config.drafting_field)
+        path = resolve(self.name, "draft", dtype_name(config), DRAFTING_FIELD)
         # A planted draft always follows the map: acceptance is the target's business.
-        model = load_model(path, config, device, 1.0, config.drafting_field)
+        model = load_model(path, config, device, 1.0, DRAFTING_FIELD)
         return replace(self, model=model)
 
     def drafter(self, target: PreTrainedModel, config: ReplicaConfig, plan: MemoryPlan) -> Drafter:
         sizes = (plan.kv_blocks, plan.pair.context_len, plan.prepack)
-        model, _ = build(self.model, self.name, config, *sizes, exact=False)
+        model, _ = build_model(self.model, self.name, config, *sizes, exact=False)
         fixed = config.fixed_shapes(self.model.device)
         passes: Model = GraphedModel(model, plan.work.rows, [1, 2]) if fixed else model
         return ModelDrafter(passes, self.name, plan.work.pass_tokens)

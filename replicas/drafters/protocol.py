@@ -124,6 +124,11 @@ class DraftSource(Protocol):
     """Ids from it on no prompt may hold; None: any of the target's."""
 
     @property
+    def draft_len_max(self) -> int | None:
+        """Draft tokens of a row and step that it can propose at most; None: any number."""
+        return None
+
+    @property
     def memory(self) -> DraftMemory:
         """What the replica's plan leaves for it."""
         return DraftMemory()

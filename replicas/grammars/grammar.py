@@ -10,7 +10,7 @@ import itertools
 import json
 import re
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -57,6 +57,10 @@ class Grammars:
         """What a token adds to a text; a special token its name."""
         return self._tokens.decode_bytes([token]).lstrip(b"\xff")
 
+    def is_special(self, token: int) -> bool:
+        """Whether a grammar names this token by its id, and never by its text."""
+        return self._tokens.is_special_token(token)
+
     def match(self, grammar: str, tokens: Sequence[int], drafts: bool = False) -> GrammarState:
         """The state after these new tokens, which the grammar allows. Raises GrammarError.
 
@@ -90,13 +94,16 @@ class Grammars:
         return follower
 
 
-def grammar_of(kind: str, texts: Sequence[str]) -> str:
+def grammar_of(kind: str, texts: Sequence[str], parts: Mapping[str, Sequence[Any]] = {}) -> str:
     """The grammar of texts that are documents of a JSON schema, written as `json.dumps` writes
     them; that match a regular expression; that one in Lark, GBNF or EBNF derives; or that are one
-    of `texts`.
+    of `texts`. `parts`: what the one of Lark refers to as @name, each as the arguments of this
+    function.
 
     Raises GrammarError for a schema that is no JSON; `Grammars.check` finds all else.
     """
+    if parts:
+        return _joined(grammar_of(kind, texts), parts)
     match kind:
         case "json_schema":
             try:
@@ -124,6 +131,25 @@ def _lark(text: str) -> str:
     except Exception as error:
         # The converter asserts and raises what comes.
         raise GrammarError(f"no GBNF: {error}") from None
+
+
+def _joined(grammar: str, parts: Mapping[str, Sequence[Any]]) -> str:
+    """The grammar with those that it refers to."""
+    grammars = _grammars(grammar)
+    for name, arguments in parts.items():
+        first, *others = _grammars(grammar_of(*arguments))
+        grammars += [first | {"name": name}, *others]
+    return json.dumps({"grammars": grammars})
+
+
+def _grammars(grammar: str) -> list[dict[str, Any]]:
+    """Those of a text, which is JSON or Lark."""
+    if not grammar.lstrip().startswith("{"):
+        return [{"lark_grammar": grammar}]
+    try:
+        return list(json.loads(grammar)["grammars"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise GrammarError(f"no grammar: {error}") from None
 
 
 def _plain(tokenizer: Any) -> str:

@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 
 from replicas.invariant import GATHERED_MOST, PIECE, SCORES_MOST, TILE
 from replicas.memory.shapes import PairShape
-from replicas.models.device_attention import summed_in_pieces
-from replicas.models.model_shape import ModelShape
+from replicas.models import ModelShape, summed_in_pieces
 
 _FLOAT32 = 4
 _GROUPS = 4

@@ -16,9 +16,7 @@ from replicas.config import ReplicaConfig
 from replicas.invariant import TILE, Arithmetic
 from replicas.kv_cache import SCRAP_BLOCK, CacheShape, PagedCache
 from replicas.memory.buffers import MeasurePasses, PassBytes, Workload
-from replicas.models.device_attention import device_attention
-from replicas.models.model_shape import ModelShape
-from replicas.models.paged_model import NONE, PagedModel
+from replicas.models import NONE, ModelShape, PagedModel, paged_backend
 from replicas.sampling import SamplingBatch, choose
 from scheduler.messages import Sampling
 
@@ -51,7 +49,7 @@ def measured_passes(
     tiled = config.deterministic
     shape = CacheShape(block_size, context_len, *dims, tile=TILE if tiled else 1)
     kv = PagedCache(shape, sizes.layers, _BLOCKS, target.dtype, device)
-    backend = device_attention(kv)
+    backend = paged_backend(kv)
     model = PagedModel(target, kv, backend, Arithmetic((TILE,) if tiled else ()))
     columns = -(-context_len // block_size)
 

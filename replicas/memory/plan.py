@@ -28,7 +28,7 @@ from replicas.memory.buffers import (
     prepacked_bytes,
 )
 from replicas.memory.shapes import PairShape
-from replicas.models.loader import dtype_of
+from replicas.models import dtype_of
 from scheduler.config import SchedulerConfig
 
 _CPU_SHARE = 0.10
@@ -122,7 +122,7 @@ def plan_memory(
         budget = int(config.memory)
         given = f"memory: {in_mib(budget)}"
     elif kv_blocks is None:
-        free = free_bytes(device, config.gpu_share or 1.0) if free is None else free
+        free = free_bytes(device, config.gpu_memory_utilization or 1.0) if free is None else free
         free = max(free if loaded else free - pair.weights, 0)
         share = _CUDA_SHARE if on_gpu else _CPU_SHARE
         twice = prepacked if 2 * prepacked < free else 0  # it counts as weights
@@ -176,13 +176,11 @@ def wanted_work(config: ReplicaConfig, context_len: int) -> Workload:
 def _given_blocks(
     config: ReplicaConfig, least: int, block_bytes: int, context_len: int
 ) -> int | None:
-    given = config.kv_blocks
-    if given is None and config.kv_memory_mb is not None:
-        given = config.kv_memory_mb * _MIB // block_bytes
+    given = config.num_gpu_blocks_override
     if given is not None and given < least:
         raise TooLittleMemory(
-            f"kv_blocks: {given} blocks of {config.block_size} positions do not hold one"
-            f" sequence of {context_len} tokens; at least {least} blocks"
+            f"num_gpu_blocks_override: {given} blocks of {config.block_size} positions do not hold"
+            f" one sequence of {context_len} tokens; at least {least} blocks"
             f" ({in_mib(least * block_bytes)}) would, or a smaller context_len",
             least * block_bytes,
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from replicas.models.model_shape import ModelShape
+from replicas.models import ModelShape
 
 
 @dataclass(frozen=True, slots=True)

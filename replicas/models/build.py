@@ -31,7 +31,7 @@ from replicas.invariant import (
 )
 from replicas.kv_cache import CacheShape, PagedCache
 from replicas.models.decoder import JoinedDecoder, NotJoined
-from replicas.models.device_attention import device_attention
+from replicas.models.device_attention import paged_backend
 from replicas.models.model_shape import ModelShape
 from replicas.models.paged_model import ERROR_FLOOR, AttentionBackend, Output, PagedModel
 from replicas.models.reference import FINER, own_logits
@@ -43,7 +43,7 @@ _TRIAL_TOKENS = 8
 _log = logging.getLogger("lockstep.replica")
 
 
-def build(
+def build_model(
     model: PreTrainedModel,
     name: str,
     config: ReplicaConfig,
@@ -106,7 +106,7 @@ def attention_over(cache: PagedCache, arithmetic: Arithmetic, on_host: bool) -> 
     """The attention of a CPU or of a GPU; raises PairRefused."""
     if on_host:
         return HostBackend(cache, arithmetic)
-    return device_attention(cache)
+    return paged_backend(cache)
 
 
 def _in_tiles(model: PreTrainedModel, cache: PagedCache, on_host: bool) -> tuple[PagedModel, str]:

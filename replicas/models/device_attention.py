@@ -106,7 +106,7 @@ class PagedBackend:
         return attention
 
 
-def device_attention(cache: PagedCache) -> PagedBackend:
+def paged_backend(cache: PagedCache) -> PagedBackend:
     """The attention over a GPU's cache, tried out: on random keys and values, over rows of
     different lengths in blocks out of order, it computes what a plain one does.
 

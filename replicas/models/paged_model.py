@@ -7,7 +7,8 @@ with full attention works. Llama-like ones run faster with joined layers (`decod
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -66,8 +67,8 @@ class ForwardOptions:
     logits: torch.Tensor | bool = True
     """Of which tokens, [n], int64; True: of all; False: of none."""
     aux_layers: tuple[int, ...] = ()
-    """Hidden states after so many layers, as transformers counts them (0: the embedding), below the
-    number of layers."""
+    """Hidden states after so many layers, as transformers counts them (0: the embedding), but that
+    those after the last layer have not passed the last norm."""
 
 
 ALL = ForwardOptions()
@@ -166,20 +167,43 @@ class PagedModel:
         config = self.model.config
         heads = int(config.num_attention_heads)
         reset = _PASS.set(_Pass(self.cache, layout, self.backend.begin(layout, heads)))
+        layers = int(config.num_hidden_layers)
         try:
-            out = self.model(
-                input_ids=tokens[None],
-                position_ids=layout.positions[None],
-                past_key_values=_CacheDoor(self.cache),
-                use_cache=True,
-                # One position's logits are the least that such a model computes.
-                logits_to_keep=1 if kept is False else 0 if kept is True else kept,
-                output_hidden_states=bool(aux_layers),
-            )
+            with _last_layer(self.model, listen=layers in aux_layers) as last:
+                out = self.model(
+                    input_ids=tokens[None],
+                    position_ids=layout.positions[None],
+                    past_key_values=_CacheDoor(self.cache),
+                    use_cache=True,
+                    # One position's logits are the least that such a model computes.
+                    logits_to_keep=1 if kept is False else 0 if kept is True else kept,
+                    output_hidden_states=bool(aux_layers),
+                )
         finally:
             _PASS.reset(reset)
-        hidden = [out.hidden_states[number][0] for number in aux_layers]
+        hidden = [
+            last[0] if number == layers else out.hidden_states[number][0] for number in aux_layers
+        ]
         return (None if kept is False else out.logits[0]), hidden
+
+
+@contextmanager
+def _last_layer(model: PreTrainedModel, listen: bool) -> Iterator[list[torch.Tensor]]:
+    """What the last layer puts out, [tokens, hidden]: transformers' own has passed the norm."""
+    heard: list[torch.Tensor] = []
+    if not listen:
+        yield heard
+        return
+
+    def hear(layer: nn.Module, inputs: Any, states: Any) -> None:
+        heard.append((states[0] if isinstance(states, tuple) else states).flatten(0, -2))
+
+    last: Any = model.base_model.layers
+    hook = last[-1].register_forward_hook(hear)
+    try:
+        yield heard
+    finally:
+        hook.remove()
 
 
 # --------------------------------------------------------------------------- transformers' doors

@@ -18,7 +18,6 @@ import dataclasses
 import multiprocessing
 import os
 from collections.abc import Callable, Iterable
-from multiprocessing.context import SpawnProcess
 from typing import TypeVar
 
 import torch
@@ -30,10 +29,10 @@ from replicas.decoding import load_grammars
 from replicas.errors import PairRefused
 from replicas.kv_cache import OutOfBlocks
 from replicas.memory import MemoryPlan, check_memory, free_bytes, plan_memory
-from replicas.models.loader import resolve_device
+from replicas.models import resolve_device
 from replicas.pair import load_pair, read_pair
 from replicas.parallel.drafts import FollowingDrafter, LeadingDrafter
-from replicas.parallel.ranks import FAILED_S, Failure, RankHandle, Ranks, ReplicaBroken
+from replicas.parallel.ranks import FAILED_S, Failure, LocalRank, RankHandle, Ranks, ReplicaBroken
 from replicas.parallel.rendezvous import (
     GROUP_TIMEOUT,
     LOOPBACK,
@@ -206,7 +205,7 @@ def _lead(config: ReplicaConfig, store: Store, ranks: Ranks) -> ParallelReplica:
     _form_group(config, 0, store)
     pair = load_pair(config)
     # The rank with the least room decides: all of them cut batches alike.
-    share = config.gpu_share or 1.0
+    share = config.gpu_memory_utilization or 1.0
     free = min(free_bytes(device, share), *_loaded(ranks, int, _LOAD_S))
     plan = plan_memory(config, pair.shape, device, loaded=True, free=free)
     drafter = pair.drafter(config, plan)
@@ -244,7 +243,7 @@ def load_rank(
     rank_0.send(True)
     _form_group(config, rank, store)
     pair = load_pair(config, dataclasses.replace(read_pair(config), draft=None))
-    rank_0.send(free_bytes(device, config.gpu_share or 1.0))
+    rank_0.send(free_bytes(device, config.gpu_memory_utilization or 1.0))
     start: _Start = rank_0.receive(_Start, _LOAD_S)
     drafter = None if start.drafter is None else FollowingDrafter(*start.drafter)
     replica = Replica(pair, config, start.plan, drafter)
@@ -311,24 +310,6 @@ def _loaded(ranks: Ranks, kind: type[_T], within_s: float) -> list[_T]:
         if isinstance(answer, Failure):
             raise ranks.fail(f"rank {rank} failed with {answer}")
     return answers
-
-
-class LocalRank:
-    def __init__(self, process: SpawnProcess) -> None:
-        self.process = process
-
-    def ended(self) -> str | None:
-        code = self.process.exitcode
-        return None if code is None else f"exit code {code}"
-
-    def kill(self) -> None:
-        self.process.kill()
-
-    def leave(self, within_s: float) -> None:
-        self.process.join(within_s)
-        if self.process.is_alive():
-            self.process.kill()
-            self.process.join()
 
 
 def start_here(config: ReplicaConfig, rank: int, address: Address) -> LocalRank:

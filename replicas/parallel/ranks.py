@@ -12,6 +12,7 @@ import logging
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from multiprocessing.context import SpawnProcess
 from typing import Any, Protocol
 
 import torch.distributed as dist
@@ -45,6 +46,26 @@ class RankHandle(Protocol):
     def leave(self, within_s: float) -> None:
         """Return when it has ended by itself, or kill it after that time."""
         ...
+
+
+class LocalRank:
+    """A process of this machine."""
+
+    def __init__(self, process: SpawnProcess) -> None:
+        self.process = process
+
+    def ended(self) -> str | None:
+        code = self.process.exitcode
+        return None if code is None else f"exit code {code}"
+
+    def kill(self) -> None:
+        self.process.kill()
+
+    def leave(self, within_s: float) -> None:
+        self.process.join(within_s)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join()
 
 
 @dataclass(frozen=True, slots=True)

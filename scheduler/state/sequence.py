@@ -106,6 +106,8 @@ class Sequence:
     """Batches and replicas that broke with it; see `faults`."""
     steps: int = 0
     draft_tokens: int = 0
+    drafts: int = 0
+    """Steps in which draft tokens were asked for."""
     accepted_at: list[int] = field(default_factory=list)
     """accepted_at[j]: in how many steps draft token j was accepted."""
     tried: float = 0.0
@@ -202,6 +204,7 @@ class Sequence:
         self.length += len(kept)
         self.draft_tokens += row.draft_tokens
         self.steps += row.steps
+        self.drafts += row.tried_at[0] if row.tried_at else 0
         both = zip_longest(self.accepted_at, row.accepted_at, fillvalue=0)
         self.accepted_at = [before + now for before, now in both]
         if kept and self.record.rows_limit is not None:
@@ -223,6 +226,7 @@ class Sequence:
             replicas=tuple(self.replicas),
             recovered=self.recovered,
             queued_s=self.queued_s,
+            drafts=self.drafts,
         )
 
 

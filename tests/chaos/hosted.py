@@ -15,7 +15,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -37,10 +37,13 @@ _CALL_S = 120.0
 _ROOT = Path(__file__).resolve().parents[2]
 
 
-def cluster_config(**settings: Any) -> ClusterConfig:
-    """Settings of `from_args` on free ports, on the CPU, one torch thread per replica."""
-    ports = {"grpc_port": free_port(), "http_port": free_port()}
-    return from_args({"target": "tiny", "device": "cpu", "torch_threads": 1} | ports | settings)
+def cluster_config(
+    ports: Mapping[str, int] | None = None, replica: Mapping[str, Any] = {}, **settings: Any
+) -> ClusterConfig:
+    """Settings on free ports, on the CPU, one torch thread per replica."""
+    ports = ports or {"grpc_port": free_port(), "http_port": free_port()}
+    here = {"target": "tiny", "device": "cpu", "torch_threads": 1}
+    return from_args({"server": ports, "replica": {**here, **replica}, **settings})
 
 
 @dataclass(frozen=True)

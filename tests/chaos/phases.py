@@ -57,7 +57,7 @@ def fake_phase(rng: Random, seconds: float, kinds: Sequence[Kind], shards: int =
         replicas=3,
         pool={"shards": shards},
         # Few enough blocks that they run out now and then.
-        kv_blocks=150,
+        replica={"num_gpu_blocks_override": 150},
         frontend={"number": 2},
         scheduler={"steps_per_batch_max": 2},
     )
@@ -70,11 +70,11 @@ def fake_phase(rng: Random, seconds: float, kinds: Sequence[Kind], shards: int =
 
 def real_phase(rng: Random, seconds: float, kinds: Sequence[Kind], directory: Path) -> Phase:
     """Two replicas with the tiny random pair; answers were generated alone, one token a step."""
-    from tests.integration.pairs import write_pair
+    from tests.integration.pairs import pair_settings, write_pair
 
     target, draft = write_pair(directory)
     config = cluster_config(
-        replicas=2, target=str(target), draft=str(draft), kv_memory_mb=16, frontend={"number": 2}
+        replica=pair_settings(target, draft), replicas=2, frontend={"number": 2}
     )
     text = TargetText.load(config.replica)
     prompts = draw_prompts(rng, text, REAL_PROMPTS)

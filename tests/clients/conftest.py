@@ -6,6 +6,7 @@ by `make test-clients`.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -36,9 +37,13 @@ class Served:
     """Of the target, for a client that tokenizes by itself."""
     http: str
     grpc: str
+    log: Path
 
 
 Run = Callable[..., str]
+
+
+DRAFTER = json.dumps({"method": "draft_model", "model": "tiny"})
 
 
 @pytest.fixture(scope="session")
@@ -49,11 +54,21 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     (target / "chat_template.jinja").write_text(HERMES_TEMPLATE)
     ports = free_port(), free_port()
     arguments = [
-        *(str(target), "--draft", "tiny", "--served-model-name", NAME, "--device", "cpu"),
+        *(
+            str(target),
+            "--speculative-config",
+            DRAFTER,
+            "--served-model-name",
+            NAME,
+            "--device",
+            "cpu",
+        ),
         *("--verbose", "--http-port", str(ports[0]), "--grpc-port", str(ports[1])),
     ]
     with lockstep_serve(arguments, folder / "serve.log"):
-        yield Served(target, f"http://127.0.0.1:{ports[0]}", f"127.0.0.1:{ports[1]}")
+        yield Served(
+            target, f"http://127.0.0.1:{ports[0]}", f"127.0.0.1:{ports[1]}", folder / "serve.log"
+        )
 
 
 @pytest.fixture

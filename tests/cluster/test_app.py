@@ -19,20 +19,20 @@ def deployed_replicas(settings: dict[str, Any]) -> Any:
 @pytest.mark.parametrize(
     ("settings", "machine", "each"),
     [
-        ({"device": "cuda", "replicas": 2}, 1, 1.0),
-        ({"device": "cuda:1"}, 2, 0.0),
-        ({"device": "cpu"}, 8, 0.0),
-        ({"device": "auto"}, 0, 0.0),
-        ({"device": "auto"}, None, 0.0),
-        ({"device": "auto", "replicas": 2}, 8, 1.0),
-        ({"device": "auto", "replicas": 2}, 1, 0.5),
-        ({"device": "auto", "replicas": 4}, 3, 0.5),
-        ({"device": "auto", "replicas": 3}, 1, 0.3333),
-        ({"device": "cuda", "actors": {"replica_gpus": 0.25}}, 1, 0.25),
-        ({"device": "cuda", "replica": {"tensor_parallel": 2}}, 0, 1.0),
-        ({"device": "auto", "replica": {"tensor_parallel": 2}}, 4, 1.0),
-        ({"device": "auto", "replica": {"tensor_parallel": 2}}, 0, 0.0),
-        ({"device": "cpu", "replica": {"tensor_parallel": 2}}, 4, 0.0),
+        ({"replica.device": "cuda", "replicas": 2}, 1, 1.0),
+        ({"replica.device": "cuda:1"}, 2, 0.0),
+        ({"replica.device": "cpu"}, 8, 0.0),
+        ({"replica.device": "auto"}, 0, 0.0),
+        ({"replica.device": "auto"}, None, 0.0),
+        ({"replica.device": "auto", "replicas": 2}, 8, 1.0),
+        ({"replica.device": "auto", "replicas": 2}, 1, 0.5),
+        ({"replica.device": "auto", "replicas": 4}, 3, 0.5),
+        ({"replica.device": "auto", "replicas": 3}, 1, 0.3333),
+        ({"replica.device": "cuda", "actors": {"replica_gpus": 0.25}}, 1, 0.25),
+        ({"replica": {"device": "cuda", "tensor_parallel": 2}}, 0, 1.0),
+        ({"replica": {"device": "auto", "tensor_parallel": 2}}, 4, 1.0),
+        ({"replica": {"device": "auto", "tensor_parallel": 2}}, 0, 0.0),
+        ({"replica": {"device": "cpu", "tensor_parallel": 2}}, 4, 0.0),
     ],
 )
 def test_gpus_of_a_replica(
@@ -44,28 +44,28 @@ def test_gpus_of_a_replica(
     replicas = deployed_replicas(settings)
     assert replicas.ray_actor_options["num_gpus"] == each
     # Of its memory, too: the first to load must not take all that is free.
-    told = replicas.init_args[0].replica.gpu_share
+    told = replicas.init_args[0].replica.gpu_memory_utilization
     assert told == (each if 0 < each < 1 else None)
 
 
 @pytest.mark.parametrize(
     ("settings", "bundle", "strategy"),
     [
-        ({"device": "cuda"}, {"CPU": 0.1, "GPU": 1.0}, "STRICT_PACK"),
+        ({"replica.device": "cuda"}, {"CPU": 0.1, "GPU": 1.0}, "STRICT_PACK"),
         (
-            {"device": "cuda", "actors": {"ranks_strategy": "PACK"}},
+            {"replica.device": "cuda", "actors": {"ranks_strategy": "PACK"}},
             {"CPU": 0.1, "GPU": 1.0},
             "PACK",
         ),
-        ({"device": "cpu", "actors": {"replica_cpus": 2}}, {"CPU": 2.0}, "STRICT_PACK"),
+        ({"replica.device": "cpu", "actors": {"replica_cpus": 2}}, {"CPU": 2.0}, "STRICT_PACK"),
         # Ray refuses a bundle of nothing.
-        ({"device": "cpu", "actors": {"replica_cpus": 0}}, {"CPU": 0.001}, "STRICT_PACK"),
+        ({"replica.device": "cpu", "actors": {"replica_cpus": 0}}, {"CPU": 0.001}, "STRICT_PACK"),
     ],
 )
 def test_ranks_have_a_bundle_each_in_the_placement_group_of_their_replica(
     settings: dict[str, Any], bundle: dict[str, float], strategy: str
 ) -> None:
-    deployment = deployed_replicas({**settings, "replica": {"tensor_parallel": 3}})
+    deployment = deployed_replicas({**settings, "replica.tensor_parallel": 3})
     wanted = deployment._replica_config
     assert wanted.placement_group_bundles == [bundle] * 3
     assert wanted.placement_group_strategy == strategy

@@ -127,7 +127,7 @@ def test_nothing_is_removed_for_what_cannot_be_seen(
 
 def test_the_policy_reaches_the_controller_by_pickle_and_kwargs() -> None:
     assert serve_autoscaling(from_args({"replicas": 3})) is None
-    config = from_args({"autoscaling": SETTINGS, "batch_size": 16})
+    config = from_args({"autoscaling": SETTINGS, "scheduler.rows_max": 16})
     # Replicas that may come share the cores from the first on.
     many = from_args({"autoscaling": {"max_replicas": 64}})
     assert resources.replica_config(many).torch_threads == 1

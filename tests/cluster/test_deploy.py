@@ -71,10 +71,11 @@ def test_the_dashboard_shows_metrics_that_exist_and_shows_all_of_them() -> None:
     dashboard = json.loads((DEPLOY / "grafana" / "lockstep.json").read_text())
     text = " ".join(target["expr"] for panel in dashboard["panels"] for target in panel["targets"])
     exported = {
-        f"ray_{name}" + {"Counter": "_total", "Histogram": "_bucket"}.get(metric.kind, "")
+        name.replace("lockstep", "${lockstep}", 1)
+        + {"Counter": "_total", "Histogram": "_bucket"}.get(metric.kind, "")
         for name, metric in METRICS.items()
     }
-    assert set(re.findall(r"ray_lockstep_\w+", text)) == exported
+    assert set(re.findall(r"\${lockstep}_\w+", text)) == exported
 
 
 # --------------------------------------------------------------------------- the image

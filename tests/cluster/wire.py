@@ -11,7 +11,14 @@ import grpc
 
 from cluster.config import ClusterConfig
 from cluster.pool.actor import PoolActor
-from cluster.pool.protocol import FRONTEND, WORKER, FrontendMessage, PoolUnreachable, PoolView
+from cluster.pool.protocol import (
+    FRONTEND,
+    WORKER,
+    FrontendMessage,
+    PoolOverview,
+    PoolUnreachable,
+    PoolView,
+)
 from cluster.transport.stream import Stream, StreamKind
 from scheduler.status import PoolStatus
 
@@ -107,6 +114,9 @@ class Wire:
 
     async def status(self) -> PoolView:
         return await self._call("status")  # type: ignore[no-any-return]
+
+    async def overview(self) -> PoolOverview:
+        return await self._call("overview")  # type: ignore[no-any-return]
 
     async def connect(self, kind: StreamKind, name: str) -> Stream:
         await asyncio.sleep(0)

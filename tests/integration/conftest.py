@@ -22,7 +22,7 @@ from replicas.config import ReplicaConfig
 from scheduler.messages import Request
 from tests.chaos.hosted import HostedCluster, Plan, cluster_config
 from tests.free_ports import free_port
-from tests.integration.pairs import write_pair
+from tests.integration.pairs import pair_flags, pair_settings, write_pair
 from tests.serving import lockstep_serve
 
 STREAM_TOKENS = 2000
@@ -40,7 +40,7 @@ def plainly(replica: ReplicaConfig, prompts: Sequence[str], count: int) -> list[
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HostedCluster]:
     target, draft = write_pair(tmp_path_factory.mktemp("pair"))
-    config = cluster_config(replicas=2, target=str(target), draft=str(draft), kv_memory_mb=16)
+    config = cluster_config(replica=pair_settings(target, draft), replicas=2)
     with HostedCluster(Plan(config, cpus=2)) as running:
         yield running
 
@@ -109,9 +109,9 @@ def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Keyed]:
     alice, dave = add(keys_file, "alice"), add(keys_file, "dave", tokens_per_minute=50)
     grpc_port, http_port = free_port(), free_port()
     arguments = [
-        *("--device", "cpu", "--target", str(target), "--draft", str(draft)),
+        *("--device", "cpu", *pair_flags(target, draft, blocks=5500)),
         *("--grpc-port", str(grpc_port), "--http-port", str(http_port), "--torch-threads", "1"),
-        *("--kv-memory-mb", "64", "--http-host", "0.0.0.0", "--keys-file", str(keys_file)),
+        *("--http-host", "0.0.0.0", "--keys-file", str(keys_file)),
         *("--served-model-name", "tiny", "--actors-config", '{"drain_s": 300}'),
     ]
     with lockstep_serve(arguments, log) as process:

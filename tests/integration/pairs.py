@@ -2,13 +2,34 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from tests.cluster.fakes import EOS, VOCAB, tokenizer
 from tests.tiny_pairs import SHAPE
+
+
+def pair_settings(target: Path, draft: Path, blocks: int = 1400) -> dict[str, Any]:
+    """Of a replica that serves them; a block takes 12 KiB."""
+    return {
+        "target": str(target),
+        "speculative_config": {"method": "draft_model", "model": str(draft)},
+        "num_gpu_blocks_override": blocks,
+    }
+
+
+def pair_flags(target: Path, draft: Path, blocks: int) -> list[str]:
+    """The same for a command line."""
+    settings = pair_settings(target, draft, blocks)
+    drafting = json.dumps(settings["speculative_config"])
+    return [
+        *("--target", settings["target"], "--speculative-config", drafting),
+        *("--num-gpu-blocks-override", str(blocks)),
+    ]
 
 
 def write_pair(directory: Path, positions: int = 512) -> tuple[Path, Path]:

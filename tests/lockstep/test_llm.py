@@ -25,7 +25,12 @@ from scheduler.errors import InvalidRequest
 from scheduler.messages import Batch, StepResult
 from tests.reference import plain_greedy
 
-TINY: Any = {"device": "cpu", "torch_threads": 1, "kv_blocks": 512, "calibrate": False}
+TINY: Any = {
+    "device": "cpu",
+    "torch_threads": 1,
+    "num_gpu_blocks_override": 512,
+    "calibrate": False,
+}
 TEMPLATE = (
     "{% for turn in messages %}<{{ turn.role }}>{{ turn.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -159,7 +164,7 @@ def test_what_is_wrong_is_named(llm: LLM) -> None:
 
 def test_what_ends_early_leaves_no_blocks_to_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """By a stop string or by an interrupt, in a cache that holds one row."""
-    model = LLM("tiny", **TINY | {"kv_blocks": 4, "context_len": 64})
+    model = LLM("tiny", **TINY | {"num_gpu_blocks_override": 4, "context_len": 64})
     params = SamplingParams(max_tokens=48, ignore_eos=True)
     [whole] = model.generate(PROMPTS[0], params, progress=False)
     stop = replace(params, stop=[whole.text[5:8]])
@@ -189,7 +194,7 @@ def test_a_prompt_that_fails_is_named_and_the_others_are_written(tmp_path: Path)
     model.get_input_embeddings().weight.data[bad[-1]] = float("inf")
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    broken = LLM(str(tmp_path), draft=None, dtype="float16", **TINY)
+    broken = LLM(str(tmp_path), speculative_config={"method": "none"}, dtype="float16", **TINY)
     params = SamplingParams(max_tokens=4, ignore_eos=True)
     with pytest.raises(
         PromptFailed, match=r"^prompt 1: the logits after 4 tokens are not finite"
@@ -220,7 +225,7 @@ def test_what_was_written_before_the_replica_broke_is_kept(monkeypatch: pytest.M
         return replica
 
     monkeypatch.setattr("cluster.local.llm.load_replica", load)
-    model = LLM("tiny", rows_max=1, draft=None, **TINY)
+    model = LLM("tiny", rows_max=1, speculative_config={"method": "none"}, **TINY)
     short, long = (SamplingParams(max_tokens=many, ignore_eos=True) for many in (1, 99))
     with pytest.raises(PromptFailed, match=r"^prompt 1: rank 1 has ended") as caught:
         model.generate(PROMPTS[:2], [short, long])
@@ -249,7 +254,7 @@ def test_settings_have_the_names_of_other_servers_too() -> None:
         ({"rows_max": 0}, "rows_max: must be"),
         ({"seed": -1}, "seed: must be"),
         ({"model": "/nowhere"}, "model: '/nowhere'"),
-        ({"draft": "/nowhere"}, "draft: '/nowhere'"),
+        ({"draft": "/nowhere"}, "draft: unknown name; use speculative_config"),
         ({"speculative_config": {"method": "magic"}}, "speculative_config.method: must be"),
         ({"speculative_config": {"method": "eagle3"}}, "speculative_config: model: method eagle3"),
         (

@@ -16,7 +16,9 @@ from replicas.drafters.suffix import SuffixSource
 from replicas.pair import Pair
 from replicas.replica import Replica
 from scheduler.messages import Request
+from tests.replicas import clover_heads, one_pass_heads
 from tests.replicas.heads import headed_replica, said, save_head
+from tests.replicas.one_pass_heads import SLIDING, one_pass_replica, save_one_pass
 from tests.tiny_pairs import DEVICE, VOCAB, target_model, tiny_pair
 
 ORACLES = {"never": 0.0, "half": 0.5, "always": 1.0}
@@ -50,6 +52,27 @@ def head(architecture: str) -> str:
     return save_head(Path(mkdtemp()), target_model(architecture).config, whole)
 
 
+ONE_PASS = {
+    "dflash": {"maker": "z_lab", "block_size": 7, **SLIDING},
+    "dspark": {"maker": "dspark", "markov_rank": 5, "markov_head_type": "rnn"},
+}
+"""What their config.json says."""
+
+
+@cache
+def one_pass_head(architecture: str, drafter: str) -> str:
+    """For this target."""
+    whole = one_pass_heads.said(**ONE_PASS[drafter])
+    return save_one_pass(Path(mkdtemp()), target_model(architecture).config, whole)
+
+
+@cache
+def clover_head(architecture: str) -> str:
+    """For this target."""
+    target = target_model(architecture).config
+    return clover_heads.save_clover(Path(mkdtemp()), target, clover_heads.said())
+
+
 def replica_of(
     drafter: str,
     answered: Iterable[tuple[Request, Sequence[int]]],
@@ -60,6 +83,10 @@ def replica_of(
     pair = pair or tiny_pair("llama")
     if drafter == "eagle3":
         return headed_replica(head(pair.target_name), pair, **settings)
+    if drafter == "clover":
+        return clover_heads.clover_replica(clover_head(pair.target_name), pair, **settings)
+    if drafter in ONE_PASS:
+        return one_pass_replica(one_pass_head(pair.target_name, drafter), pair, **settings)
     if drafter == "none":
         pair = replace(pair, draft=None)
     elif drafter == "suffix":

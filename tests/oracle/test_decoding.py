@@ -13,13 +13,17 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
 from llguidance import LLMatcher, LLTokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from cluster.frontend.tools.use import Function, Tool, ToolFormat, ToolUse
+from cluster.frontend.reasoning import REASONING_FORMATS, behind_reasoning
+from cluster.frontend.structure import Markup, Structure
+from cluster.frontend.tools import TOOL_FORMATS, Tool, ToolUse, tool_structure
+from cluster.frontend.tools.use import Function
 from cluster.local.engine import LocalEngine, Output
 from replicas.grammars import Grammars, grammar_of
 from replicas.replica import Replica
@@ -36,17 +40,37 @@ EOS = 2
 SCHEMA = {"type": "object", "properties": {"a": {"enum": ["x", 7]}}, "required": ["a"]}
 OBJECT = '{"type": "object"}'  # response_format json_object
 TOOL = Tool(type="function", function=Function(name="f", parameters=SCHEMA, strict=True))
+SCHEMA_TEXT = Structure("json_schema", (json.dumps(SCHEMA),))
 SUMS = """start: sum
 sum: /[1-9][0-9]{0,2}/ (" + " sum | " = " /[a-z]+/)"""
 
 
-def of_tool(choice: str, form: ToolFormat) -> str:
-    structure = ToolUse((TOOL,), choice).structure(form, None)  # type: ignore[arg-type]
+SPECIAL = {"[TOOL_CALLS]": "^", "[ARGS]": "|", "[THINK]": "@", "[/THINK]": "_"}
+"""Markers of formats, and the characters whose tokens are special in their places."""
+IDS = {marker: ord(char) - 29 for marker, char in SPECIAL.items()}
+MARKUP = Markup(IDS)
+
+
+def of_tool(choice: Any, form: str, text: Structure | None = None, reasons: str = "") -> str:
+    """The grammar of calls and text, behind reasoning of this format."""
+    structure = tool_structure(ToolUse((TOOL,), choice), TOOL_FORMATS[form], MARKUP, text)
+    if reasons:
+        structure = behind_reasoning(REASONING_FORMATS[reasons], None, structure, MARKUP)
     assert structure is not None
-    return grammar_of(structure.kind, structure.texts)
+    return grammar_of(*structure.described)
 
 
-CALL = of_tool("required", ToolFormat.LLAMA)
+def thought(reasons: str, opened: bool | None, budget: int | None = None) -> str:
+    """The grammar of the schema behind reasoning, which has tokens for its budget."""
+    schema = Structure("json_schema", (json.dumps(SCHEMA),))
+    form = REASONING_FORMATS[reasons]
+    structure = behind_reasoning(form, opened, schema, MARKUP, budget)
+    assert structure is not None
+    return grammar_of(*structure.described)
+
+
+THINKS = ((IDS["[/THINK]"], 3.0), (IDS["[THINK]"], 9.0))
+CALL = of_tool("required", "llama3_json")
 ASKS = (
     Decoding(0, logprobs=3),
     Decoding(0, repetition_penalty=1.7),
@@ -60,12 +84,21 @@ ASKS = (
     Decoding(0, logit_bias=((5, 4.0), (96, -9.0)), grammar=grammar_of("json_schema", [OBJECT])),
     Decoding(0, grammar=grammar_of("grammar", [SUMS]), logprobs=1),
     Decoding(0, grammar=CALL, frequency_penalty=0.5),
-    Decoding(0, grammar=of_tool("auto", ToolFormat.HERMES)),
+    Decoding(0, grammar=of_tool("auto", "hermes")),
+    Decoding(0, grammar=thought("mistral", True, budget=5), logprobs=1),
+    Decoding(
+        0,
+        grammar=thought("mistral", None),
+        logit_bias=((IDS["[/THINK]"], 3.0), (IDS["[THINK]"], 9.0)),
+    ),
+    Decoding(0, grammar=of_tool("required", "mistral", reasons="mistral")),
+    Decoding(0, grammar=of_tool("auto", "qwen3_coder", SCHEMA_TEXT, "qwen3"), presence_penalty=0.4),
+    Decoding(0, grammar=of_tool("required", "pythonic", reasons="deepseek_r1")),
 )
 RUNS = [
     *(
         (drafter, rows, k)
-        for drafter in ("none", "model", "suffix", "eagle3", "half")
+        for drafter in ("none", "model", "suffix", "eagle3", "dflash", "dspark", "clover", "half")
         for rows, k in ((1, 0), (1, 4), (8, 0), (8, 4), (8, None))
         if drafter != "none" or k != 4
     ),
@@ -76,7 +109,7 @@ RUNS = [
 @cache
 def tokenizer() -> Tokenizer:
     """One token for each printable character but `, which a new line stands for, after three
-    special ones."""
+    special ones; some of them are special, too."""
     byte_level = {32: "Ġ", 96: "Ċ"}
     vocab = {"<pad>": 0, "<s>": 1, "</s>": EOS}
     for token in range(3, VOCAB):
@@ -84,7 +117,7 @@ def tokenizer() -> Tokenizer:
     made = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
-    made.add_special_tokens(["<pad>", "<s>", "</s>"])
+    made.add_special_tokens(["<pad>", "<s>", "</s>", *SPECIAL.values()])
     return made
 
 
@@ -179,7 +212,9 @@ class Allowed:
 def asked_replica(drafter: str) -> Replica:
     answered = [(request, plainly(request)[0]) for request in requests()]
     # A GPU gives the same bits in this mode alone.
-    replica = replica_of(drafter, answered, kv_blocks=2048, deterministic=DEVICE != "cpu")
+    replica = replica_of(
+        drafter, answered, num_gpu_blocks_override=2048, deterministic=DEVICE != "cpu"
+    )
     replica.grammars = Grammars(tokenizer(), [EOS], VOCAB)
     return replica
 

@@ -28,7 +28,10 @@ from tests.reference import plain_greedy
 from tests.replicas.pool import Failing
 from tests.tiny_pairs import pair_in, target_model, tiny_pair
 
-DRAFTERS = ("none", "model", "suffix", "eagle3", "toy", "never", "half", "always")
+DRAFTERS = (
+    *("none", "model", "suffix", "eagle3", "dflash", "dspark", "clover", "toy"),
+    *("never", "half", "always"),
+)
 RUNS = ((False, 8, "off"), (True, 8, "on"))
 LONG_RUNS = ((False, 1, "off"), (True, 1, "off"), (True, 8, "off"))
 TIGHT = 64
@@ -64,7 +67,7 @@ def world(hot: bool, architecture: str) -> tuple[list[Request], list[list[int]]]
     if not hot:
         model = target_model(architecture)
         return requests, [plain_greedy(model, one.prompt, one.max_new_tokens) for one in requests]
-    replica = replica_of("none", [], kv_blocks=2048, prefix_sharing=False)
+    replica = replica_of("none", [], num_gpu_blocks_override=2048, prefix_sharing=False)
     engine = LocalEngine(replica, SchedulerConfig(rows_max=1, draft_len=0))
     return requests, [output.tokens for output in engine.generate(requests)]
 
@@ -81,7 +84,7 @@ def world(hot: bool, architecture: str) -> tuple[list[Request], list[list[int]]]
         *(
             pytest.param(architecture, drafter, False, 8, "off", marks=pytest.mark.long)
             for architecture in ("qwen3", "glm4")
-            for drafter in ("model", "eagle3", *ORACLES)
+            for drafter in ("model", "eagle3", "dflash", "dspark", "clover", *ORACLES)
         ),
     ],
 )
@@ -92,7 +95,12 @@ def test_output_is_that_of_the_target_alone(
     requests, expected = world(hot, architecture)
     answered = list(zip(requests, expected, strict=True))
     pair = tiny_pair(architecture)
-    settings = {"kv_blocks": TIGHT, "graphs": graphs, "plan_rows": 8, "plan_draft_len": 8}
+    settings = {
+        "num_gpu_blocks_override": TIGHT,
+        "graphs": graphs,
+        "plan_rows": 8,
+        "plan_draft_len": 8,
+    }
     config = SchedulerConfig(rows_max=rows, draft_len=8, kv_reserve=0.0, prefill_tokens_max=24)
     engine = Mortal(lambda: replica_of(drafter, answered, pair, **settings), config)
     for at, request in enumerate(requests):
@@ -151,7 +159,7 @@ def test_a_token_that_was_asked_for_and_not_drafted_counts_as_tried() -> None:
     assert short > len(rows) / 3
 
 
-IN_BFLOAT16 = {"dtype": "bfloat16", "deterministic": True, "kv_blocks": 512}
+IN_BFLOAT16 = {"dtype": "bfloat16", "deterministic": True, "num_gpu_blocks_override": 512}
 
 
 @cache

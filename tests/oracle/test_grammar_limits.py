@@ -49,7 +49,7 @@ STOPPING = {
 }
 """Why it stops: a structure."""
 NEW = 40
-DRAFTERS = ("none", "model", "suffix", "eagle3", "never", "half", "always")
+DRAFTERS = ("none", "model", "suffix", "eagle3", "dspark", "never", "half", "always")
 End = tuple[list[int], FinishReason | None, str]
 
 
@@ -75,7 +75,9 @@ def limited(drafter: str, known: tuple[End, ...] = ()) -> Replica:
         if drafter in ORACLES
         else []
     )
-    replica = replica_of(drafter, answered, kv_blocks=2048, deterministic=DEVICE != "cpu")
+    replica = replica_of(
+        drafter, answered, num_gpu_blocks_override=2048, deterministic=DEVICE != "cpu"
+    )
     replica.grammars = Grammars(tokenizer(), [EOS], VOCAB, LIMITS)
     return replica
 

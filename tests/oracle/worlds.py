@@ -121,7 +121,7 @@ def run_staggered(
 
 @cache
 def demo_replica() -> Replica:
-    return Replica.load(ReplicaConfig(device=DEVICE, kv_blocks=1024))
+    return Replica.load(ReplicaConfig(device=DEVICE, num_gpu_blocks_override=1024))
 
 
 def replica_for(architecture: str) -> Replica:

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from replicas.config import ReplicaConfig
 from replicas.models import decoder
-from replicas.models.build import build
+from replicas.models.build import build_model
 from replicas.models.paged_model import ATTENTION, PagedModel
 from tests.tiny_pairs import VOCAB, target_model
 
@@ -56,7 +56,7 @@ def built(
     with pytest.MonkeyPatch.context() as patch:
         if not join:
             patch.setattr(decoder, "MAKES", ())
-        return build(model, "tiny", config, BLOCKS, CONTEXT, prepack)
+        return build_model(model, "tiny", config, BLOCKS, CONTEXT, prepack)
 
 
 class Rows:

@@ -98,8 +98,8 @@ def headed_replica(path: str, pair: Pair | None = None, **settings: object) -> R
     config = ReplicaConfig(
         device=DEVICE,
         block_size=4,
-        speculative={"method": "eagle3", "model": path},
-        **{"kv_blocks": 512, **settings},
+        speculative_config={"method": "eagle3", "model": path},
+        **{"num_gpu_blocks_override": 512, **settings},
     )
     head = load_head(path, read_head(path, pair.target.config), pair.dtype, pair.device)
     return Replica(dataclasses.replace(pair, draft=HeadSource(path, head)), config)

@@ -56,7 +56,7 @@ def test_few_and_many_rows_are_timed_with_and_without_drafting() -> None:
 
 
 def test_a_replica_without_room_is_tried_as_far_as_it_goes() -> None:
-    replica = tiny_replica("llama", kv_blocks=64, plan_rows=5, plan_draft_len=3)
+    replica = tiny_replica("llama", num_gpu_blocks_override=64, plan_rows=5, plan_draft_len=3)
     assert replica.planned == (5, 3)
     assert kinds(steps_of(replica)) == {(1, 0), (1, 4), (2, 0), (2, 4)}
     assert kinds(steps_of(replica, 2, 0)) == {(1, 0), (2, 0)}, "memory is planned for no more"
@@ -126,7 +126,9 @@ def test_a_right_head_is_not_warned_about_and_another_targets_is(
     if right:
         speculative = {"method": "eagle3", "model": "planted:head"}
         target = "planted:tiny?acceptance=0.7"
-        config = ReplicaConfig(target=target, speculative=speculative, device="cpu", kv_blocks=512)
+        config = ReplicaConfig(
+            target=target, speculative_config=speculative, device="cpu", num_gpu_blocks_override=512
+        )
         replica = Replica.load(config.model_copy(update={"calibrate": False}))
     else:
         whole = said(True, draft_vocab_size=TARGET_VOCAB)

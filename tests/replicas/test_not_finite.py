@@ -30,7 +30,12 @@ class Overflowing(Client):
     """With a replica that overflows at one token."""
 
     def __init__(self, deterministic: bool = True, **config: object) -> None:
-        settings = {"device": DEVICE, "dtype": "float16", "block_size": 4, "kv_blocks": 64}
+        settings = {
+            "device": DEVICE,
+            "dtype": "float16",
+            "block_size": 4,
+            "num_gpu_blocks_override": 64,
+        }
         settings |= {"prefix_sharing": False, "deterministic": deterministic, **config}
         super().__init__(Replica(pair_in(torch.float16, "qwen3"), ReplicaConfig(**settings)))
         runners = (self.replica.target, self.replica.drafter.model)

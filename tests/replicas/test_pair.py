@@ -46,7 +46,14 @@ def save_model(
 
 def config(target: str, draft: str | None, **settings: object) -> ReplicaConfig:
     # Else every replica would fill a tenth of this machine's memory with zeros.
-    return ReplicaConfig(target=target, draft=draft, device="cpu", kv_blocks=256, **settings)
+    drafting = "none" if draft is None else {"method": "draft_model", "model": draft}
+    return ReplicaConfig(
+        target=target,
+        speculative_config=drafting,
+        device="cpu",
+        num_gpu_blocks_override=256,
+        **settings,
+    )
 
 
 WORDS = ["a", "b", "c", "d"]
@@ -168,19 +175,19 @@ def test_dtype_auto_is_the_checkpoints_on_a_gpu_and_float32_on_a_cpu(
     own: str, tmp_path: Path
 ) -> None:
     LlamaConfig(**SHAPE, dtype=own).save_pretrained(tmp_path)
-    named = ReplicaConfig(target=str(tmp_path), draft=None)
+    named = ReplicaConfig(target=str(tmp_path), speculative_config="none")
     for device, dtype in (("cpu", "float32"), ("cuda", own if own != "float64" else "float32")):
         assert dtype_name(named.model_copy(update={"device": device})) == dtype
     fixed = {"device": "cuda", "dtype": "float16"}
     assert dtype_name(named.model_copy(update=fixed)) == "float16"
 
 
-@pytest.mark.parametrize("field", ["target", "draft", "speculative.model"])
+@pytest.mark.parametrize("field", ["target", "speculative_config.model"])
 def test_a_model_that_is_not_there_is_named_with_its_setting(field: str, tmp_path: Path) -> None:
     def named(name: str) -> ReplicaConfig:
-        if field == "speculative.model":
-            return ReplicaConfig(speculative={"method": "draft_model", "model": name})
-        return ReplicaConfig(**{field: name})
+        if field != "target":
+            return ReplicaConfig(speculative_config={"method": "draft_model", "model": name})
+        return ReplicaConfig(target=name)
 
     gone = str(tmp_path / "gone")
     with pytest.raises(OSError, match=f"^{field}: .*gone.* no directory"):

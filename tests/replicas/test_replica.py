@@ -66,13 +66,24 @@ def test_an_interrupted_batch_ends_after_the_step_in_hand() -> None:
 
 def fingerprint(shape: str = "tiny", name: str = "layers=2", **settings: object) -> str:
     target = f"planted:{shape}?scale=1&{name}"
-    given = {"target": target, "draft": None, "device": "cpu", "kv_blocks": 64, **settings}
+    given = {
+        "target": target,
+        "speculative_config": "none",
+        "device": "cpu",
+        "num_gpu_blocks_override": 64,
+        **settings,
+    }
     return Replica.load(ReplicaConfig(calibrate=False, **given)).spec.fingerprint
 
 
 def test_replicas_whose_output_could_differ_have_other_fingerprints(tmp_path: Path) -> None:
     own = fingerprint()
-    assert own == fingerprint() == fingerprint(draft="planted:tiny-draft", kv_blocks=128)
+    drafting = {"method": "draft_model", "model": "planted:tiny-draft"}
+    assert (
+        own
+        == fingerprint()
+        == fingerprint(speculative_config=drafting, num_gpu_blocks_override=128)
+    )
     turned = {**SHAPES["tiny"], "rope_theta": 5000.0}
     (tmp_path / "config.json").write_text(json.dumps(turned))
     found = [

@@ -196,7 +196,9 @@ class AdmissionControl:
         self._clock = clock
         self._file = KeysFile(Path(auth.keys_file), clock) if auth.keys_file else None
         sha256 = auth.api_key_sha256
-        self._one_key = () if sha256 is None else (KeyEntry(name="api-key", sha256=sha256),)
+        self._one_key = (
+            () if sha256 is None else (KeyEntry(name="api-key", sha256=sha256, operator=True),)
+        )
         self._tenants: dict[str, _Tenant] = {}
 
     def check(self, caller: Caller) -> KeyEntry | None:
@@ -214,6 +216,20 @@ class AdmissionControl:
         if entry is None:
             raise Unauthenticated("authorization: no valid API key; send 'Bearer <key>'")
         return entry
+
+    def check_operator(self, caller: Caller, local: bool = True) -> None:
+        """Whether the caller may see what concerns all callers: on this machine without a key,
+        unless `local` is False and there are keys; else with one that has the right. A server
+        for anyone shows it to nobody else. Raises Unauthenticated and NotAllowed."""
+        if caller.on_loopback and (local or not self._auth.has_keys):
+            return
+        entry = self.check(caller)
+        if entry is None or not entry.operator:
+            raise NotAllowed(
+                "authorization",
+                "only callers on the server's own machine and keys made with `lockstep keys add "
+                "--operator` see this",
+            )
 
     def admit(
         self, caller: Caller, sequences: int = 1, field: str = "n", asked: Priority | None = None

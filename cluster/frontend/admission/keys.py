@@ -61,6 +61,7 @@ class KeyEntry(BaseModel):
     requests_max: int | None = Field(
         None, ge=1, description="Requests in flight; no limit unless given."
     )
+    operator: bool = Field(False, description="May see metrics and the dashboard.")
 
     @property
     def priority(self) -> Priority:
@@ -165,6 +166,7 @@ def add(
     priority_max: str = "normal",
     tokens_per_minute: int | None = None,
     requests_max: int | None = None,
+    operator: bool = False,
 ) -> str:
     """Make a key, store its hash, return the key. Raises KeysError and OSError."""
     key = PREFIX + secrets.token_urlsafe(_KEY_BYTES)
@@ -174,6 +176,7 @@ def add(
         "priority_max": priority_max,
         "tokens_per_minute": tokens_per_minute,
         "requests_max": requests_max,
+        "operator": operator,
     }
     try:
         entry = KeyEntry.model_validate(fields)

@@ -49,9 +49,9 @@ def checking(setup: bytes) -> Work:
     def work(asked: bytes) -> bytes:
         """The grammar of a structure that has run as far as to its first tokens, and whether it
         allows the committed ones."""
-        kind, texts, committed = json.loads(asked)
+        structure, committed = json.loads(asked)
         try:
-            grammar = grammar_of(kind, texts)
+            grammar = grammar_of(*structure)
             grammars.check(grammar)
             allows = not committed or grammars.allows(grammar, committed)
         except GrammarError as error:

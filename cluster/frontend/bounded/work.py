@@ -174,7 +174,7 @@ class BoundedWork:
         # A token that is none is refused later, like one of a call without a structure.
         vocab = self._text.spec.vocab_size
         known = list(committed) if all(0 <= token < vocab for token in committed) else []
-        work = json.dumps([structure.kind, list(structure.texts), known]).encode()
+        work = json.dumps([structure.described, known]).encode()
         return work, hashlib.sha256(work).digest()
 
     def _described_target(self) -> IO[bytes]:

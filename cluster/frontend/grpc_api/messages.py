@@ -13,7 +13,7 @@ from cluster.error_messages import shown_value, validated
 from cluster.frontend.admission.control import Caller
 from cluster.frontend.calls import Delta, GenerateCall, SequenceEnd
 from cluster.frontend.json_codec import parsed_json
-from cluster.frontend.prompts import ChatPrompt, Prompt, TextPrompt, TokenPrompt
+from cluster.frontend.prompts import REASONING_NAMES, ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from cluster.frontend.structure import Structure
 from cluster.frontend.tools import (
     CallTurn,
@@ -136,6 +136,8 @@ def _turn(place: str, turn: pb.ChatMessage) -> dict[str, Any]:
     """As a chat template wants it. Raises InvalidRequest."""
     said: dict[str, Any] = {"role": turn.role, "content": turn.content}
     said |= {name: value for name in ("name", "tool_call_id") if (value := getattr(turn, name))}
+    if turn.reasoning:
+        said |= dict.fromkeys(REASONING_NAMES, turn.reasoning)
     if turn.tool_calls:
         said["tool_calls"] = [
             _validated(
@@ -200,6 +202,7 @@ def to_parts(delta: Delta) -> dict[str, Any]:
     return {
         "index": delta.index,
         "text": delta.text,
+        "reasoning": delta.reasoning,
         "token_ids": delta.tokens,
         "logprobs": _logprobs(delta.logprobs),
         "tool_calls": [pb.ToolCall(name=of.name, arguments=of.arguments, id=of.id) for of in calls],

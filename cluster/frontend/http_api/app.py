@@ -15,6 +15,7 @@ from cluster.frontend.http_api.edge import UNEXPECTED, refusal_response
 from cluster.frontend.http_api.error_body import error_body
 from cluster.frontend.http_api.guard import guard_of
 from cluster.frontend.http_api.openai_api import openai_router
+from cluster.frontend.http_api.operator_api import operator_router
 from cluster.frontend.http_api.server_api import server_router
 from cluster.frontend.http_api.tokens_api import tokens_router
 from cluster.frontend.service import FrontendService
@@ -85,4 +86,5 @@ def http_app(service: FrontendService) -> FastAPI:
     app.include_router(server_router(service), dependencies=[guard])
     app.include_router(openai_router(service, unknown), dependencies=[guard])
     app.include_router(tokens_router(service, unknown), dependencies=[guard])
+    app.include_router(operator_router(service), dependencies=[guard])
     return app

@@ -33,10 +33,14 @@ T = TypeVar("T")
 
 def checked_caller(service: FrontendService, request: Request) -> Caller:
     """Raises Refused for a caller that is not served."""
-    address = request.client.host if request.client else ""
-    caller = Caller.from_headers(request.headers.items(), address)
+    caller = caller_of(request)
     service.check_caller(caller)
     return caller
+
+
+def caller_of(request: Request) -> Caller:
+    address = request.client.host if request.client else ""
+    return Caller.from_headers(request.headers.items(), address)
 
 
 def check_model(service: FrontendService, name: str | None) -> str:

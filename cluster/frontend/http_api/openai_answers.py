@@ -148,7 +148,7 @@ class OpenAIAnswer:
         text = written.echo * first + delta.text
         said: dict[str, Any] = {"text": text}
         if self._chat:
-            said = self._turn(text, delta.calls, first)
+            said = self._turn(text, delta, first)
         said["logprobs"] = None
         if asked.top_logprobs_wanted is not None:
             logprobs = self._chat_logprobs(told) if self._chat else self._logprobs(told, written)
@@ -157,6 +157,10 @@ class OpenAIAnswer:
             said["token_ids"] = list(delta.tokens)
         elif not asked.stream:
             said["token_ids"] = None
+        if asked.speculative_decoding_stats:
+            said["drafted"] = list(delta.drafted)
+            if end is not None:
+                said["speculative_decoding_stats"] = _stats(end.usage)
         if first and not self._chat:
             said |= self._asked_of_prompt(written)
         reason = None
@@ -164,7 +168,8 @@ class OpenAIAnswer:
             self._ends[delta.index] = end
             reason = _FINISH_REASONS.get(end.reason)
             if reason == "stop" and written.sequence.called:
-                reason = "tool_calls"
+                functions = isinstance(asked, ChatRequest) and asked.calls_functions
+                reason = "function_call" if functions else "tool_calls"
             said["stop_reason"] = end.stop if end.stop_token is None else end.stop_token
         return {"index": delta.index, **said, "finish_reason": reason}
 
@@ -181,16 +186,29 @@ class OpenAIAnswer:
             said["prompt_logprobs"] = self._prompt_logprobs(written)
         return said
 
-    def _turn(self, text: str, calls: Sequence[CallDelta], first: bool) -> dict[str, Any]:
+    def _turn(self, text: str, delta: Delta, first: bool) -> dict[str, Any]:
         """The assistant's whole turn, or what a delta adds to it."""
+        reasoning = delta.reasoning
+        # vLLM's name, and that of most others.
+        told = {"reasoning": reasoning, "reasoning_content": reasoning} if reasoning else {}
+        functions = isinstance(self.asked, ChatRequest) and self.asked.calls_functions
         if not self.asked.stream:
+            made = [_called(call.whole) for call in delta.calls if call.whole is not None]
             turn: dict[str, Any] = {"role": "assistant", "content": text}
-            if made := [_called(call.whole) for call in calls if call.whole is not None]:
-                turn |= {"content": text or None, "tool_calls": made}
-            return {"message": turn}
+            if made or reasoning:
+                turn["content"] = text or None
+            if made:
+                calls = (
+                    {"function_call": made[0]["function"]} if functions else {"tool_calls": made}
+                )
+                turn |= calls
+            return {"message": turn | told}
         turn = {"role": "assistant"} if first else {}
         turn |= {"content": text} if text else {}
-        return {"delta": turn | ({"tool_calls": _call_parts(calls)} if calls else {})}
+        parts = _call_parts(delta.calls)
+        if parts:
+            turn |= {"function_call": parts[0]["function"]} if functions else {"tool_calls": parts}
+        return {"delta": turn | told}
 
     def _counted(self) -> dict[str, int]:
         """The usage of a stream up to here."""
@@ -215,6 +233,7 @@ class OpenAIAnswer:
                 "cached_tokens": sum(end.usage.cached_tokens for end in prompts)
             },
             "completion_tokens_details": {
+                "reasoning_tokens": sum(end.reasoning_tokens for end in ends.values()),
                 "accepted_prediction_tokens": accepted,
                 "rejected_prediction_tokens": drafted - accepted,
             },
@@ -330,8 +349,9 @@ class OpenAIAnswer:
         elif self.asked.top_logprobs_wanted is not None and not self._chat:
             before = [*sequence.prompt, *call.committed_token_ids]
         ends_with = b"".join(map(self._text.token_bytes, before[-CHARACTER_BYTES:]))
-        skip_special = self.asked.skip_special_tokens
-        offsets = TextOffsets(Detokenizer(self._text.tokenizer, before, skip_special), ends_with)
+        made = self._text.tokenizer
+        shown = frozenset[int]() if self.asked.skip_special_tokens else special_ids(made)
+        offsets = TextOffsets(Detokenizer(made, before, shown), ends_with)
         return _Written(sequence, place, echo, place.tokens, offsets)
 
     def _echo(self, sequence: AnswerSequence) -> str:
@@ -379,6 +399,15 @@ def _times(end: SequenceEnd) -> dict[str, Any]:
         "tokens_per_second": new / end.total_s if end.total_s > 0 else 0.0,
     }
     return times | ({"mean_itl_ms": writing_s * 1e3 / (new - 1)} if new > 1 else {})
+
+
+def _stats(usage: Usage) -> dict[str, Any]:
+    return {
+        "num_drafts": usage.drafts,
+        "num_draft_tokens": usage.draft_tokens,
+        "num_accepted_tokens": usage.accepted_tokens,
+        "num_accepted_tokens_per_pos": list(usage.accepted_at),
+    }
 
 
 def _speculation(usage: Usage) -> dict[str, Any]:

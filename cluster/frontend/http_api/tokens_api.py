@@ -24,7 +24,6 @@ from cluster.frontend.http_api.long_json import LongJson
 from cluster.frontend.json_codec import json_array
 from cluster.frontend.service import FrontendService
 from cluster.frontend.target_text import TargetText
-from cluster.frontend.tools import tool_format
 from scheduler.errors import InvalidRequest
 
 
@@ -48,7 +47,7 @@ def tokens_router(service: FrontendService, unknown: IgnoredNames) -> APIRouter:
             asked = given.body
             if asked.tool_use is not None:
                 # As chat would refuse them.
-                asked.tool_use.structure(tool_format(text.chat_template), None)
+                service.formats.tools(asked.tool_use)
             prompt = asked.to_tokenize
             # Unlike a call's, a text may be empty here.
             if asked.prompt != "":
@@ -80,6 +79,12 @@ def tokens_router(service: FrontendService, unknown: IgnoredNames) -> APIRouter:
             turn.admitted.spend(len(asked.tokens))
             prompt = await turn.run(_decoded, service.text, asked.tokens)
         return LongJson({"prompt": prompt}, service.writing, given.headers)
+
+    @router.get("/tokenizer_info")
+    async def tokenizer_info(request: Request) -> Response:
+        """As vLLM has it: the tokenizer's settings."""
+        checked_caller(service, request)
+        return LongJson(service.text.tokenizer_info, service.writing)
 
     return router
 

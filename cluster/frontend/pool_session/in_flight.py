@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from scheduler.decoding import TokenLogprobs
-from scheduler.messages import FailureRecord, Finish, Reject, Request, Submit, Usage
+from scheduler.messages import Emit, FailureRecord, Finish, Reject, Request, Submit, Usage
 
 _PROBATION_TOKENS = 64
 """So many tokens on, a request is out of quarantine again; an event may bring as many."""
@@ -23,6 +22,8 @@ class InFlightRequest:
     """All new tokens so far, those that came with the request included."""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     """Of the tokens that did not come with the request, where they are asked for."""
+    drafted: list[bool] = field(default_factory=list)
+    """Of the same tokens, whether each was an accepted draft token or the target's own."""
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     pool_id: str = ""
     """The id it has in the current session."""
@@ -42,6 +43,8 @@ class InFlightRequest:
     recovered: int = 0
     first_s: float = 0.0
     """When the first new token came; 0 before."""
+    last_s: float = 0.0
+    """When the last one came; 0 before the first."""
     unreachable: bool = False
     shard: int = 0
     """The shard that it was handed to."""
@@ -61,11 +64,9 @@ class InFlightRequest:
         )
         return Submit(request, self.recovered > 0, self.validated, self.record)
 
-    def take(
-        self, start: int, tokens: Sequence[int], extras: Sequence[TokenLogprobs], now_s: float
-    ) -> None:
-        """New tokens from the pool, of which the first has this number; without tokens what it
-        says of the prompt."""
+    def take(self, update: Emit, now_s: float) -> None:
+        """New tokens from the pool; without tokens what it says of the prompt."""
+        start, tokens, extras = update.start, update.tokens, update.extras
         if not tokens:
             # It may come again after a loss, and is the same.
             self.prompt_logprobs[start : start + len(extras)] = extras
@@ -73,8 +74,14 @@ class InFlightRequest:
         assert start == len(self.tokens), "updates neither skip nor repeat a token"
         self.validated = True
         self.first_s = self.first_s or now_s
+        self.last_s = now_s
         self.tokens.extend(tokens)
         self.logprobs.extend(extras)
+        end = len(self.drafted) + len(tokens)
+        for accepted in update.accepted:
+            self.drafted += [True] * accepted
+            self.drafted.append(False)
+        del self.drafted[end:]
         self.changed.set()
 
     def pool_failed(self) -> None:

@@ -22,9 +22,11 @@ from msgspec.structs import replace
 
 from cluster.config import PoolConfig
 from cluster.frontend.pool_session.in_flight import InFlightRequest
+from cluster.metrics import FrontendMeter
 from cluster.pool.protocol import (
     FRONTEND,
     Beat,
+    Counted,
     FrontendMessage,
     PoolPort,
     PoolState,
@@ -68,15 +70,17 @@ class PoolSession:
         clock: Callable[[], float],
         heard: Callable[[], None],
         unfinished: Callable[[], int],
+        meter: FrontendMeter,
     ) -> None:
         """`heard` is called when the pool has said something new of itself; `unfinished` counts all
-        requests of this process."""
+        requests of this process; what `meter` has counted goes to whichever pool is told first."""
         self._pool = pool
         self._config = config
         self._name = name
         self._clock = clock
         self._heard = heard
         self._unfinished = unfinished
+        self._meter = meter
         self._live: dict[str, InFlightRequest] = {}
         """By the ids that they have in this session."""
         self._counter = 0
@@ -217,6 +221,8 @@ class PoolSession:
             if self._clock() - self._answered_s > self._config.beat_s + _SILENT_S:
                 stream.cancel()
             stream.send(Beat(self._unfinished()))
+            if counted := self._meter.take():
+                stream.send(Counted(counted))
 
     async def _bound_waits(self) -> None:
         """End requests in time, whatever the session's own loop waits for meanwhile."""
@@ -271,9 +277,9 @@ class PoolSession:
     def _take(self, message: FrontendMessage) -> None:
         """Raises StreamLost when the pool says that it ends."""
         match message:
-            case Emit(request_id, start, tokens, extras):
+            case Emit(request_id):
                 if (live := self._live.get(request_id)) is not None:
-                    live.take(start, tokens, extras, self._clock())
+                    self._updated(live, message)
             case Finish(request_id, _, usage):
                 if (live := self._live.pop(request_id, None)) is not None:
                     live.finish = replace(message, usage=live.usage(usage))
@@ -287,6 +293,12 @@ class PoolSession:
                     live.end()
             case PoolState():
                 self._note(message)
+
+    def _updated(self, live: InFlightRequest, update: Emit) -> None:
+        now_s = self._clock()
+        if update.tokens and live.last_s:
+            self._meter.tokens(len(update.tokens), now_s - live.last_s)
+        live.take(update, now_s)
 
     def _note(self, state: PoolState) -> None:
         self._said, self._sent_tokens = state.load, 0

@@ -11,13 +11,15 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 from cluster.config import ClusterConfig
 from cluster.frontend.pool_session.in_flight import InFlightRequest
 from cluster.frontend.pool_session.session import PoolSession
-from cluster.pool.protocol import PoolPort, PoolUnreachable, PoolView, merged_view
+from cluster.metrics import FrontendMeter
+from cluster.pool.protocol import PoolOverview, PoolPort, PoolUnreachable, PoolView, merged_view
 from cluster.transport import NotEncodable, encode
 from scheduler.errors import InvalidRequest
 from scheduler.messages import Request
@@ -25,6 +27,7 @@ from scheduler.scaling import ShardLoad, choose_shard
 
 log = logging.getLogger("lockstep.frontend")
 
+_T = TypeVar("_T")
 _LOOKS = 4
 """How often, within the time that stranded requests may wait, they are looked for."""
 _STATUS_S = 2.0
@@ -39,9 +42,11 @@ class ShardRouter:
         pools: Sequence[PoolPort],
         config: ClusterConfig,
         name: str,
+        meter: FrontendMeter | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`pools`: one per shard; `name` of this frontend."""
+        meter = meter or FrontendMeter()
         self.pools = pools
         self._names = config.pool_names
         self._move_s = config.pool.move_s
@@ -55,6 +60,7 @@ class ShardRouter:
                 clock,
                 self._heard,
                 lambda: self.unfinished,
+                meter,
             )
             for shard, pool in enumerate(pools)
         ]
@@ -101,7 +107,7 @@ class ShardRouter:
 
     async def status(self) -> PoolView:
         """All shards that answer in time, as one pool. Raises PoolUnreachable when none does."""
-        answers = await asyncio.gather(*map(self._status_of, self.pools))
+        answers = await self._asked(lambda pool: pool.status())
         views, silent = [], []
         for name, view in zip(self._names, answers, strict=True):
             if view is None:
@@ -112,14 +118,30 @@ class ShardRouter:
             raise PoolUnreachable(f"no answer from {', '.join(silent)}")
         return merged_view(views, silent)
 
-    async def _status_of(self, pool: PoolPort) -> PoolView | None:
-        """None: it does not answer, or not before the others are kept too long."""
-        try:
-            most_s = self._unreachable_s
-            async with asyncio.timeout(min(most_s, _STATUS_S) if len(self.pools) > 1 else most_s):
-                return await pool.status()
-        except (PoolUnreachable, TimeoutError):
-            return None
+    async def overviews(self) -> dict[int, PoolOverview]:
+        """What operators see of the shards that answer in time, by their numbers. Raises
+        PoolUnreachable when none does."""
+        answers = await self._asked(lambda pool: pool.overview())
+        shards = {shard: seen for shard, seen in enumerate(answers) if seen is not None}
+        if not shards:
+            raise PoolUnreachable(f"no answer from {', '.join(self._names)}")
+        return shards
+
+    async def _asked(self, question: Callable[[PoolPort], Awaitable[_T]]) -> list[_T | None]:
+        """The answers of all shards. None: it does not answer, or not before the others are kept
+        too long."""
+        most_s = self._unreachable_s
+        if len(self.pools) > 1:
+            most_s = min(most_s, _STATUS_S)
+
+        async def answer(pool: PoolPort) -> _T | None:
+            try:
+                async with asyncio.timeout(most_s):
+                    return await question(pool)
+            except (PoolUnreachable, TimeoutError):
+                return None
+
+        return await asyncio.gather(*map(answer, self.pools))
 
     # ------------------------------------------------------------------ life
 

@@ -8,19 +8,20 @@ plain to see: without any but with other fields, with two that differ, or with w
 
 from __future__ import annotations
 
-import json
 import re
 import uuid
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any
 
 from cluster.frontend.text import tail_of
-from cluster.frontend.tools.use import CALL_BEGIN, CALL_END, ToolFormat
+from cluster.frontend.tools.formats import ToolFormat, pattern_of
+from cluster.frontend.tools.json_objects import HEAD, Scan, call_of
+from cluster.frontend.tools.values import Tags, python_calls, python_end
 
 _ANY_NAME = r"[a-zA-Z0-9_.-]{1,64}"
-_KEYS = ("arguments", "parameters")
-"""A call has its arguments by either name, whatever its format writes."""
+_OPENING_CHARS_MAX = 256
+"""Of what stands before a call's arguments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,19 +55,37 @@ class ToolReader:
     a call is dropped.
     """
 
-    def __init__(self, form: ToolFormat, names: frozenset[str], parallel: bool = True) -> None:
-        """`parallel`: whether calls behind the first one are given out."""
+    def __init__(
+        self,
+        form: ToolFormat,
+        tools: Mapping[str, Mapping[str, Any]],
+        parallel: bool = True,
+        forced: bool = False,
+    ) -> None:
+        """`tools`: the schemas of arguments, by name. `parallel`: whether calls behind the first
+        one are given out. `forced`: the answer is calls alone, so what is no call is the beginning
+        of one that was cut, and no content."""
+        self._form = form
+        self._tools = tools
         self._parallel = parallel
-        self._hermes = form is ToolFormat.HERMES
-        # Of llama, an object at the beginning alone.
-        self._lead = re.compile((CALL_BEGIN if self._hermes else r"\A") + r"\s*(?=\{)")
-        # Only an object with one of these names is a call.
-        name = _ANY_NAME if self._hermes else "|".join(map(re.escape, names))
-        self._name = re.compile(name)
-        # Where the first arguments are empty, others may follow.
-        self._head = re.compile(
-            rf'\{{\s*"name"\s*:\s*"({name})"\s*,\s*"(?:{"|".join(_KEYS)})"\s*:\s*(?=\{{\s*[^\s}}])'
-        )
+        self._forced = forced
+        # Where nothing else marks a call, only an object with one of these names is one.
+        self._name = _ANY_NAME if form.marker else "|".join(map(re.escape, tools)) or r"(?!)"
+        whole = form.opening.removeprefix(form.marker)
+        self._opening, self._next = map(self._opening_of, (whole, form.prefix))
+        begin = re.escape(form.begin.removeprefix(form.marker))
+        may_open = {"object": rf"\s*(?:{begin})?\s*", "python": rf"\s*(?:{begin}\s*[\w.-]*\s*)?"}
+        if form.arguments == "object":
+            # The name may stand behind the arguments.
+            self._opening, self._next = (
+                re.compile(may_open["object"] + r"(?=\{)"),
+                re.compile(r"\s*(?=\{)"),
+            )
+        may = may_open.get(form.arguments, r"(?s:.*)" if form.marker else r"\s*[\w.-]*\s*")
+        self._may_open = re.compile(may)
+        """What may yet become an opening."""
+        pieces = (form.suffix.removeprefix("}"), form.between, form.end)
+        self._tails = tuple(filter(None, (part for piece in pieces for part in piece.split())))
         self._held = ""
         """Text that was not read yet."""
         self._ended = False
@@ -83,44 +102,93 @@ class ToolReader:
         next(self._reading)
         content, deltas = self._content, self._deltas
         self._content, self._deltas = "", []
+        if self._forced:
+            content = ""
         return content, [delta for delta in deltas if self._parallel or not delta.index]
+
+    def _opening_of(self, literal: str) -> re.Pattern[str]:
+        """What stands before the arguments of a call, from behind its marker on."""
+        form = self._form
+        head = pattern_of(form.infix) + r"(?=\{)"
+        behind = {"head": head, "tags": r"(?=\s*[<>])>?", "python": r"(?=\s*\()"}
+        name = rf"({self._name}){behind.get(form.arguments, '')}"
+        return re.compile(rf"\s*{pattern_of(literal)}\s*{name}")
 
     # Each yield below waits for more text, or for the end.
 
     def _read(self) -> Iterator[None]:
-        while (lead := (yield from self._up_to_object())) is not None:
-            if (yield from self._object(lead)):
+        form = self._form
+        while (lead := (yield from self._up_to_call())) is not None:
+            called = yield from self._call(lead, self._opening)
+            while called:
                 yield from self._past_call()
-            elif not self._hermes:
+                if form.marker and not form.begin:  # the next call has a marker of its own
+                    break
+                called = yield from self._call("", self._next)
+            if not form.marker:
                 break
         while True:
             self._say(len(self._held))
             yield
 
-    def _up_to_object(self) -> Generator[None, None, str | None]:
-        """Reads the content before an object that may be a call. Returns what stands between them;
-        None where no call can come any more."""
-        while (lead := self._lead.search(self._held)) is None:
+    def _up_to_call(self) -> Generator[None, None, str | None]:
+        """Reads the content before what may be a call. Returns its marker with the white space
+        before it; None where no call can come any more."""
+        marker = self._form.marker
+        while (at := self._held.find(marker)) < 0:
             bare = self._held.rstrip()
-            if self._ended or (bare and not self._hermes):
+            if self._ended:
                 return None
-            self._say(len(bare[: len(bare) - tail_of(bare, (CALL_BEGIN + "{",))].rstrip()))
+            self._say(len(bare[: len(bare) - tail_of(bare, (marker,))].rstrip()))
             yield
-        content = self._held[: lead.start()].rstrip()
-        between = self._held[len(content) : lead.end()]
+        content = self._held[:at].rstrip()
+        lead = self._held[len(content) : at + len(marker)]
         self._say(len(content))
-        self._held = self._held[len(between) :]
-        return between
+        self._held = self._held[len(lead) :]
+        return lead
+
+    def _call(self, lead: str, opening: re.Pattern[str]) -> Generator[None, None, bool]:
+        """Reads a call, if one stands here. Else the `lead` is content, and so is an object."""
+        while (found := opening.match(self._held[:_OPENING_CHARS_MAX])) is None:
+            if self._ended or self._no_opening():
+                self._content += lead
+                return False
+            yield
+        match self._form.arguments:
+            case "object":
+                begin = self._held[: found.end()]
+                self._held = self._held[found.end() :]
+                return (yield from self._object(lead + begin))
+            case "python":
+                return (yield from self._python(lead))
+        self._held = self._held[found.end() :]
+        if self._form.arguments == "tags":
+            yield from self._tagged(found[1])
+        else:
+            yield from self._arguments(found[1])
+        return True
+
+    def _no_opening(self) -> bool:
+        """Whether what is held can become none."""
+        held = self._held
+        return len(held) >= _OPENING_CHARS_MAX or self._may_open.fullmatch(held) is None
 
     def _object(self, lead: str) -> Generator[None, None, bool]:
         """Whether it is a call; else it is content, and so is the `lead` before it."""
-        scan, text = _Scan(), ""
+        scan, text = Scan(), ""
         while True:
             new, self._held = self._held, ""
             text += new
-            if head := self._head.match(text):
+            if (head := HEAD.match(text)) and self._is_name(head[1]):
                 self._held = text[head.end() :]
                 yield from self._arguments(head[1])
+                scan = Scan(depth=1)
+                while (size := scan.end(self._held, depth=0)) is None:
+                    self._held = ""
+                    if self._ended:
+                        return True
+                    yield
+                self._held = self._held[size:]
                 return True
             size = scan.end(new, depth=0)
             if size is not None or self._ended:
@@ -128,19 +196,25 @@ class ToolReader:
             yield
         if size is not None:
             text, self._held = text[: len(text) - len(new) + size], new[size:]
-        found = _call_of(text)
-        if found is None or not self._name.fullmatch(found[0]):
+        called = call_of(text)
+        if called is None or not self._is_name(called[0]):
             self._content += lead + text
             return False
-        name, arguments = found
+        name, arguments = called
         self._end(self._begin(name), arguments, arguments)
         return True
 
+    def _is_name(self, name: str) -> bool:
+        return re.fullmatch(self._name, name) is not None
+
     def _arguments(self, name: str) -> Iterator[None]:
-        """Those of a call, as they come, and what else is in its object."""
-        call, scan, arguments = self._begin(name), _Scan(depth=1), ""
+        """A JSON object, as it comes."""
+        call, arguments = self._begin(name), ""
+        depth = int(self._form.arguments == "object")
+        """Of the objects around it."""
+        scan = Scan(depth)
         while True:
-            size = scan.end(self._held, depth=1)
+            size = scan.end(self._held, depth=depth)
             piece = self._held[:size]
             self._held = self._held[len(piece) :]
             arguments += piece
@@ -150,24 +224,48 @@ class ToolReader:
                 self._deltas.append(CallDelta(self._begun - 1, arguments=piece))
             yield
         self._end(call, piece, arguments)
-        while (size := scan.end(self._held, depth=0)) is None:
-            self._held = ""
-            if self._ended:
-                return
+
+    def _tagged(self, name: str) -> Iterator[None]:
+        """Arguments between tags, each as JSON once it is known, texts as they come."""
+        call, arguments = self._begin(name), ""
+        tags = Tags(self._form, self._tools.get(name, {}))
+        while True:
+            piece, self._held, done = tags.push(self._held, self._ended)
+            arguments += piece
+            if done or self._ended:
+                break
+            if piece:
+                self._deltas.append(CallDelta(self._begun - 1, arguments=piece))
             yield
+        self._end(call, piece, arguments)
+
+    def _python(self, lead: str) -> Generator[None, None, bool]:
+        """A list of calls, once it is whole. Whether it is one; else it is content."""
+        while (size := python_end(self._held)) is None and not self._ended:
+            yield
+        calls = python_calls(self._held[:size])
+        if not calls or any(name not in self._tools for name, _ in calls):
+            self._content += lead
+            return False
         self._held = self._held[size:]
+        for name, arguments in calls:
+            self._end(self._begin(name), arguments, arguments)
+        return True
 
     def _past_call(self) -> Iterator[None]:
         """Drops what belongs to it, up to what comes next."""
-        tag_due = self._hermes
         while True:
-            self._held = self._held.lstrip(None if self._hermes else "; \n")
-            if tag_due and (self._ended or not CALL_END.startswith(self._held)):
-                tag_due = False
-                self._held = self._held.removeprefix(CALL_END).lstrip()
-            if self._ended or (self._held and not tag_due):
+            self._held = self._held.lstrip()
+            tail = next((tail for tail in self._tails if self._held.startswith(tail)), None)
+            if tail is not None:
+                self._held = self._held[len(tail) :]
+            elif any(tail.startswith(self._held) for tail in self._tails) or not self._held:
+                if self._ended:
+                    self._held = ""
+                    return
+                yield
+            else:
                 return
-            yield
 
     def _say(self, size: int) -> None:
         """So many characters of the held text are content."""
@@ -176,6 +274,8 @@ class ToolReader:
 
     def _begin(self, name: str) -> ToolCall:
         call = ToolCall(name, "")
+        if self._form.id:
+            call = ToolCall(name, "", self._form.id.format(name=name, index=self._begun))
         self._deltas.append(CallDelta(self._begun, call.name, call.id))
         self._begun += 1
         return call
@@ -184,88 +284,3 @@ class ToolReader:
         """`piece`: the last of its arguments."""
         whole = ToolCall(call.name, arguments, call.id)
         self._deltas.append(CallDelta(self._begun - 1, arguments=piece, whole=whole))
-
-
-@dataclass(slots=True)
-class _Scan:
-    """Looks for the end of a JSON object that comes in pieces."""
-
-    depth: int = 0
-    """Of the objects around the next character."""
-    _quoted: bool = False
-    _escaped: bool = False
-
-    def end(self, text: str, depth: int) -> int | None:
-        """The length of the text up to the brace that goes back to this depth; None: it is not
-        there. An object that is broken off ends before the tag or the semicolon behind it.
-        """
-        for at, char in enumerate(text):
-            if self._escaped:
-                self._escaped = False
-            elif self._quoted:
-                self._escaped = char == "\\"
-                self._quoted = char != '"'
-            elif char in "<;":
-                self.depth = depth
-                return at
-            else:
-                self._quoted = char == '"'
-                self.depth += (char == "{") - (char == "}")
-                if char == "}" and self.depth == depth:
-                    return at + 1
-        return None
-
-
-def _call_of(text: str) -> tuple[str, str] | None:
-    """Name and arguments, as they stand there, of an object that is a call. It may lack the brace
-    at its end behind its arguments."""
-    try:
-        fields, closed = _fields(text)
-        name = fields.pop("name", ("", None))[1]
-        given = [fields.pop(key) for key in _KEYS if key in fields]
-        given = [(said, value) for said, value in given if value is not None]
-        if not isinstance(name, str) or any(value != given[0][1] for _, value in given):
-            return None
-    except (ValueError, RecursionError):
-        return None
-    if given:
-        said, value = given[0]
-        return (name, said) if isinstance(value, dict) else None
-    # There are no arguments, or some by a name that is not known.
-    return (name, "{}") if closed and not fields.keys() - {"type", "id"} else None
-
-
-def _fields(text: str) -> tuple[dict[str, tuple[str, Any]], bool]:
-    """Of an object, each once: its value as it stands there, and what it is; and whether the brace
-    at its end is there. Raises ValueError and RecursionError."""
-    found: dict[str, tuple[str, Any]] = {}
-    mark, at = _mark(text, 0)
-    if mark != "{":
-        raise ValueError("no object")
-    mark = ","
-    while mark == ",":
-        name, at = _JSON.raw_decode(text, at)
-        colon, begin = _mark(text, at)
-        if not isinstance(name, str) or name in found or colon != ":":
-            raise ValueError(f"not a field, or one more of the same name: {name!r}")
-        value, at = _JSON.raw_decode(text, begin)
-        found[name] = text[begin:at], value
-        mark, at = _mark(text, at)
-    if at < len(text) or mark not in ("", "}"):
-        raise ValueError("no end of an object")
-    return found, mark == "}"
-
-
-def _mark(text: str, at: int) -> tuple[str, int]:
-    """The mark between two values, if one stands there, and where the text goes on."""
-    found = _MARK.match(text, at)
-    assert found is not None, "it matches nothing, too"
-    return found[1], found.end()
-
-
-def _no_number(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON")
-
-
-_MARK = re.compile(r"\s*([{:,}]?)\s*")
-_JSON = json.JSONDecoder(parse_constant=_no_number)

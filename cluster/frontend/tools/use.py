@@ -1,35 +1,16 @@
-"""Tool calls: the functions that a request offers, and how a target writes calls.
-
-A chat template writes calls in the format that the target was trained to write them in:
-- hermes: `<tool_call>`, a JSON object with `name` and `arguments`, `</tool_call>`, among text;
-- llama: an answer that is nothing but JSON objects with `name` and `parameters`, `; ` between them.
-"""
+"""Tool calls: the functions that a request offers, and how the target may use them."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any, Literal
 
 from pydantic import BaseModel, Field, field_validator
 
 from cluster.error_messages import Strict, shown_value
 from cluster.frontend.json_codec import parsed_json
-from cluster.frontend.structure import Structure
 from scheduler.errors import InvalidRequest
-
-CALL_BEGIN, CALL_END = "<tool_call>", "</tool_call>"
-"""Around a call of hermes."""
-_COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-
-
-class ToolFormat(StrEnum):
-    """Each is read by `ToolReader`, and bound by `ToolUse.structure`."""
-
-    HERMES = "hermes"
-    LLAMA = "llama"
 
 
 class Function(Strict, BaseModel):
@@ -105,13 +86,21 @@ class ToolUse:
     choice: ToolChoice = "auto"
     parallel: bool = True
     """Whether an answer may have several calls."""
+    allowed: frozenset[str] | None = None
+    """Names of those that an answer may call; None: of all."""
 
     @classmethod
-    def of(cls, tools: Sequence[Tool], choice: ToolChoice, parallel: bool) -> ToolUse | None:
+    def of(
+        cls,
+        tools: Sequence[Tool],
+        choice: ToolChoice,
+        parallel: bool,
+        allowed: frozenset[str] | None = None,
+    ) -> ToolUse | None:
         """None where the target is to know of no tool. Raises InvalidRequest."""
         if not tools and choice not in ("none", "auto"):
             raise InvalidRequest("tool_choice", "no tools are given")
-        return cls(tools, choice, parallel) if tools and choice != "none" else None
+        return cls(tools, choice, parallel, allowed) if tools and choice != "none" else None
 
     @property
     def for_template(self) -> list[dict[str, Any]]:
@@ -121,57 +110,36 @@ class ToolUse:
     def names(self) -> frozenset[str]:
         return frozenset(tool.function.name for tool in self.tools)
 
-    def structure(self, form: ToolFormat | None, asked: Structure | None) -> Structure | None:
-        """What binds an answer: the tools, or else what the call has `asked` for itself. Raises
-        InvalidRequest where both would."""
-        if form is None:
-            reason = "the target's chat template has none, or a form of calls that is not known"
-            raise InvalidRequest("tools", reason)
-        calls = _tool_structure(self, form)
-        if calls is not None and asked is not None:
-            raise InvalidRequest(asked.kind, "not with tools that bind the text")
-        return calls or asked
-
-
-def _tool_structure(use: ToolUse, form: ToolFormat) -> Structure | None:
-    """What binds an answer to these tools: calls alone where one is required, text and calls where
-    some tool is strict; else nothing does. Raises InvalidRequest for a name that is not offered."""
-    offered = [tool.function for tool in use.tools]
-    choice, parallel = use.choice, use.parallel
-    if isinstance(choice, NamedTool):
-        offered = [function for function in offered if function.name == choice.function.name]
-        if not offered:
-            name = choice.function.name
+    @property
+    def offered(self) -> list[Function]:
+        """Those that an answer may call. Raises InvalidRequest for a choice that is no tool."""
+        functions = [tool.function for tool in self.tools]
+        if self.allowed is not None:
+            functions = [function for function in functions if function.name in self.allowed]
+        if not isinstance(self.choice, NamedTool):
+            return functions
+        name = self.choice.function.name
+        if name not in self.names:
             raise InvalidRequest("tool_choice", f"{name!r} is not among the tools")
-        parallel = False
-    elif choice != "required" and not any(function.strict for function in offered):
-        return None
-    free = choice == "auto"
-    hermes = form is ToolFormat.HERMES
-    more = "\\n" if hermes else "; "
-    several = f'call ("{more}" call)*' if parallel else "call"
-    rules = [" | ".join(f"c{number}" for number in range(len(offered)))]
-    if hermes and free:
-        repeat = "*" if parallel else "?"
-        head = [
-            f'start: (lead one "\\n{CALL_END}"){repeat} REST',
-            f"lead[lazy]: /(?s:.*){CALL_BEGIN}\\n/",
-            f"REST: /(?s:.*)/ & ~/(?s:.*){CALL_BEGIN}(?s:.*)/",
-        ]
-    elif hermes:
-        head = [f"start: {several}", f'call: "{CALL_BEGIN}\\n" one "\\n{CALL_END}"']
-    else:
-        head = [f"start: {several}" + (" | TEXT" if free else ""), "call: one"]
-        if free:
-            head.append("TEXT: /([^{](?s:.*))?/")
-    head.append("one: " + rules[0])
-    key = "arguments" if hermes else "parameters"
-    for number, function in enumerate(offered):
-        bound = function.strict or not free
-        schema = (function.schema_of_arguments if bound else {"type": "object"}) | {
-            "x-guidance": _COMPACT
-        }
-        begin = json.dumps('{"name": ' + json.dumps(function.name) + f', "{key}": ')
-        head.append(f'c{number}: {begin} a{number} "}}"')
-        head.append(f"a{number}: %json {json.dumps(schema)}")
-    return Structure("grammar", ("\n".join(head),), "tools")
+        return [function for function in functions if function.name == name]
+
+    @property
+    def schemas(self) -> dict[str, dict[str, Any]]:
+        """Of arguments, by name."""
+        return {tool.function.name: tool.function.schema_of_arguments for tool in self.tools}
+
+    @property
+    def forced(self) -> bool:
+        """Whether an answer must be calls alone."""
+        return self.choice != "auto"
+
+    @property
+    def binds(self) -> bool:
+        """Whether tools say what an answer may be."""
+        strict = any(tool.function.strict for tool in self.tools)
+        return self.forced or strict or self.allowed is not None
+
+    @property
+    def may_repeat(self) -> bool:
+        """Whether an answer may have several calls."""
+        return self.parallel and not isinstance(self.choice, NamedTool)

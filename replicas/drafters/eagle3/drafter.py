@@ -10,15 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import accumulate
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from replicas.config import ReplicaConfig
+from replicas.config import DRAFTING_FIELD, ReplicaConfig
 from replicas.cuda import GraphedModel
+from replicas.drafters.checkpoints import no_storage
 from replicas.drafters.eagle3.layer import HeadLayer
 from replicas.drafters.eagle3.weights import Head, load_head, read_head
 from replicas.drafters.protocol import Drafter, DraftRequest, DraftSource, Observation, Proposal
@@ -26,10 +26,15 @@ from replicas.errors import PairRefused
 from replicas.invariant import Arithmetic
 from replicas.kv_cache import SCRAP_BLOCK
 from replicas.memory import DraftMemory, MemoryPlan
-from replicas.models.build import attention_over, cache_of, computes_on_host
-from replicas.models.loader import dtype_of, resolve
-from replicas.models.model_shape import ModelShape
-from replicas.models.paged_model import ALL
+from replicas.models import (
+    ALL,
+    ModelShape,
+    attention_over,
+    cache_of,
+    computes_on_host,
+    dtype_of,
+    resolve,
+)
 from replicas.sampling import guess
 from replicas.stopwatch import Stopwatch
 from replicas.transfers import upload
@@ -187,16 +192,14 @@ class HeadSource(DraftSource):
         """For a target of this config. Raises PairRefused, or OSError for a name not found."""
         name = config.drafting.model
         assert name is not None
-        path = resolve(name, "draft", field=config.drafting_field)
+        path = resolve(name, "draft", field=DRAFTING_FIELD)
         try:
             of_head = read_head(path, target)
         except PairRefused as error:
-            raise PairRefused(f"speculative.model: {path}: {error}") from None
+            raise PairRefused(f"{DRAFTING_FIELD}: {path}: {error}") from None
         except OSError as error:
-            raise OSError(f"speculative.model: {error}") from error
-        empty = partial(torch.empty, dtype=dtype_of(config), device="meta")
-        tensors = {key: empty(size) for key, size in of_head.tensors.items()}
-        return cls(name, Head(of_head, tensors, None))
+            raise OSError(f"{DRAFTING_FIELD}: {error}") from error
+        return cls(name, Head(of_head, no_storage(of_head.tensors, dtype_of(config)), None))
 
     @property
     def memory(self) -> DraftMemory:
@@ -205,11 +208,11 @@ class HeadSource(DraftSource):
         return DraftMemory(weights, ModelShape.of(config), len(config.aux_layers))
 
     def load(self, config: ReplicaConfig, device: torch.device) -> HeadSource:
-        path = resolve(self.name, "draft", field=config.drafting_field)
+        path = resolve(self.name, "draft", field=DRAFTING_FIELD)
         try:
             head = load_head(path, self.head.config, dtype_of(config), device)
         except PairRefused as error:
-            raise PairRefused(f"speculative.model: {path}: {error}") from None
+            raise PairRefused(f"{DRAFTING_FIELD}: {path}: {error}") from None
         return replace(self, head=head)
 
     def drafter(self, target: PreTrainedModel, config: ReplicaConfig, plan: MemoryPlan) -> Drafter:

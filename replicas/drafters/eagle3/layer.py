@@ -15,8 +15,9 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from replicas.drafters.eagle3.head_config import LAYER
 from replicas.drafters.eagle3.weights import Head
+from replicas.drafters.parts import joined_product, rotated
 from replicas.invariant import Product
-from replicas.models.paged_model import AttentionBackend, ForwardOptions, Output
+from replicas.models import AttentionBackend, ForwardOptions, Output
 
 
 class HeadLayer:
@@ -41,14 +42,7 @@ class HeadLayer:
         self._scaling = self._dim**-0.5
 
         def product(*names: str) -> Product:
-            weights, biases = (
-                [tensors[key] for name in names if (key := f"{name}.{part}") in tensors]
-                for part in ("weight", "bias")
-            )
-            bias = torch.cat(biases) if biases else None
-            return Product.of(
-                weights[0] if len(weights) == 1 else torch.cat(weights), bias, prepack
-            )
+            return joined_product(tensors, names, prepack)
 
         attention, mlp = LAYER + "self_attn.", LAYER + "mlp."
         self._fc = product("fc")
@@ -89,7 +83,7 @@ class HeadLayer:
             queries = self._norm(queries, LAYER + "self_attn.q_norm")
             keys = self._norm(keys, LAYER + "self_attn.k_norm")
         cos, sin = self._cos[layout.positions], self._sin[layout.positions]
-        both = _rotated(torch.cat((queries, keys), 1), cos, sin)
+        both = rotated(torch.cat((queries, keys), 1), cos, sin)
         x = torch.cat((both, values), 1)
         self.cache.write(0, layout.slots, x[:, heads:].view(-1, 2, self._kv_heads, self._dim))
         return x, residual
@@ -113,12 +107,3 @@ class HeadLayer:
     def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
         weight = self._norms[f"{name}.weight"]
         return rms_norm(x, weight.shape, weight, self.config.eps)
-
-
-def _rotated(
-    x: torch.Tensor,  # [tokens, heads, head_dim]
-    cos: torch.Tensor,  # [tokens, 1, head_dim]
-    sin: torch.Tensor,
-) -> torch.Tensor:
-    low, high = x.chunk(2, -1)
-    return x * cos + torch.cat((-high, low), -1) * sin

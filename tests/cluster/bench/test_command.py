@@ -21,7 +21,7 @@ from tests.cluster.cli.command import lockstep
 
 DEMO = (
     *("bench", "--engine", "--target", "tiny", "--requests", "6", "--warm-up", "1"),
-    *("--max-new-tokens", "6", "--batch-size", "2", "--in-flight", "4", "--device", "cpu"),
+    *("--max-new-tokens", "6", "--rows-max", "2", "--in-flight", "4", "--device", "cpu"),
     "--no-calibrate",
 )
 
@@ -35,7 +35,7 @@ DEMO = (
         (["--requests", "0"], "--requests"),
         (["--max-new-tokens", "10000000000"], "max_new_tokens"),
         (["--seed", str(2**63 - 1)], "--seed"),
-        (["--batch-size", "4"], "scheduler.rows_max: only with --engine"),
+        (["--rows-max", "4"], "scheduler.rows_max: only with --engine"),
         (["--model", "x"], "--model, --endpoint: only with --openai"),
         (["--openai", "http://127.0.0.1:1"], "--openai: needs --prompts"),
         (["--engine", "--address", "x"], "--address: not with --engine and --openai"),
@@ -121,6 +121,6 @@ def test_an_engine_has_memory_for_what_is_asked_of_it(
     monkeypatch.setattr(Replica, "load", load)
     monkeypatch.setattr("replicas.parallel.load_replica", load)
     (path := tmp_path / "prompts.jsonl").write_text('{"prompt": "x"}\n')
-    arguments = [command, "--prompts", str(path), "--batch-size", "64"]
+    arguments = [command, "--prompts", str(path), "--rows-max", "64"]
     lockstep(*arguments, *(["--engine"] if command == "bench" else []), code=2)
     assert told == [64]

@@ -40,21 +40,30 @@ def test_flags_go_before_a_file_and_leave_the_rest_of_it(
     tmp_path: Path, served: list[ClusterConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "settings.yaml"
-    path.write_text("target: a\nscheduler: {rows_max: 2, wait_rounds: 7}\npool: {shards: 3}\n")
+    path.write_text(
+        "replica: {target: a}\nscheduler: {rows_max: 2, wait_rounds: 7}\npool: {shards: 3}\n"
+    )
     (tmp_path / "keys.yaml").write_text("[]\n")
     monkeypatch.chdir(tmp_path)
     flags = [
-        *("--config", str(path), "--batch-size", "5", "--draft", "null", "--no-calibrate"),
-        *("--pool-config", json.dumps({"lease_s": 9}), "--memory", "20MiB", "--grpc-port", "9001"),
+        *("--config", str(path), "--rows-max", "5", "--speculative-config", "none"),
+        *(
+            "--no-calibrate",
+            "--pool-config",
+            json.dumps({"lease_s": 9}),
+            "--memory",
+            "20MiB",
+            "--grpc-port",
+            "9001",
+        ),
         *("--autoscaling-config", json.dumps({"max_replicas": 7}), "--keys-file", "keys.yaml"),
         *("--http-hosts", "a.example, b.example"),
     ]
     lockstep("serve", *flags)
     (config,) = served
     assert (config.scheduler.rows_max, config.scheduler.wait_rounds) == (5, 7)
-    assert (config.replica.target, config.replica.draft, config.replica.calibrate) == (
-        *("a", None, False),
-    )
+    assert (config.replica.target, config.replica.calibrate) == ("a", False)
+    assert config.replica.drafting.method == "none"
     assert (config.pool.shards, config.pool.lease_s, config.server.grpc_port) == (3, 9.0, 9001)
     assert config.replica.memory == 20 << 20
     assert config.replicas_max == 7
@@ -87,7 +96,10 @@ def test_a_command_drafts_by_what_a_flag_says_or_else_a_file(
     monkeypatch.setattr(session, "engine", lambda config, _: end(config))
     monkeypatch.setattr(plan, "print_plan", lambda config, _: end(config))
     path = tmp_path / "settings.yaml"
-    path.write_text("target: x/y\nspeculative: {method: suffix, num_speculative_tokens: 3}\n")
+    path.write_text(
+        "replica:\n  target: x/y\n"
+        "  speculative_config: {method: suffix, num_speculative_tokens: 3}\n"
+    )
     for flags in (["--speculative-config", json.dumps(said)], []):
         lockstep(*command, "--config", str(path), *flags)
     of_the_file = SpeculativeConfig(method="suffix", num_speculative_tokens=3)
@@ -98,12 +110,12 @@ def test_the_word_none_is_the_method_and_null_the_default(
     served: list[ClusterConfig], tmp_path: Path
 ) -> None:
     path = tmp_path / "settings.yaml"
-    for text in ("speculative: none", "replica: {speculative: none}", "speculative: null"):
-        path.write_text(f"target: x/y\n{text}\n")
+    for text in ("none", "null"):
+        path.write_text(f"replica: {{target: x/y, speculative_config: {text}}}\n")
         lockstep("serve", "--config", str(path))
-    for flag in ("--speculative-config=none", "--speculative-config=null", "--draft=null"):
-        lockstep("serve", "x/y", flag)
-    methods = ["none", "none", "suffix", "none", "suffix", "none"]
+    for text in ("none", "null"):
+        lockstep("serve", "x/y", f"--speculative-config={text}")
+    methods = ["none", "suffix", "none", "suffix"]
     assert [one.replica.drafting.method for one in served] == methods
 
 
@@ -117,7 +129,7 @@ def test_flags_of_other_servers_are_settings(served: list[ClusterConfig]) -> Non
     (config,) = served
     assert (config.server.http_host, config.server.http_port) == ("127.0.0.2", 8001)
     assert (config.replica.context_len, config.scheduler.rows_max) == (512, 3)
-    assert (config.replica.tensor_parallel, config.replica.gpu_share) == (2, 0.5)
+    assert (config.replica.tensor_parallel, config.replica.gpu_memory_utilization) == (2, 0.5)
     assert (config.replica.target, config.model_name) == ("org/model", "ours")
     assert config.seed == 7
 
@@ -147,9 +159,11 @@ def test_paths_that_are_here_are_found_from_elsewhere_too(
     (tmp_path / "template").touch()
     monkeypatch.chdir(tmp_path)
     config = {"method": "draft_model", "model": "b", "num_speculative_tokens": 3}
-    flags = ["--speculative-config", json.dumps(config), "--chat-template", "template"]
-    for args in (["models/a", *flags], ["tiny", "--draft", "b"], ["x/y", "--draft", "tiny"]):
-        lockstep("serve", *args)
+    flags = ["--speculative-config", json.dumps(config)]
+    tiny = ["--speculative-config", json.dumps(config | {"model": "tiny"})]
+    for args in (["models/a", "--chat-template", "template"], ["tiny"]):
+        lockstep("serve", *args, *flags)
+    lockstep("serve", "x/y", *tiny)
     replicas = [one.replica for one in served]
     assert [(one.target, one.drafting.model) for one in replicas] == [
         (str(tmp_path / "models" / "a"), str(tmp_path / "b")),
@@ -177,15 +191,15 @@ def test_of_a_key_the_settings_have_the_hash(
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--batch-size", "0"], "--batch-size: must be at least 1, is '0'"),
+        (["--rows-max", "0"], "--rows-max: must be at least 1, is '0'"),
         (["--dtype", "int8"], "--dtype: must be 'auto', 'float32', 'bfloat16' or 'float16', is"),
         (["--memory", "much"], "--memory: must be a size in bytes, as 512MiB, is 'much'"),
         (["--autoscaling-config", "{"], "--autoscaling-config: not JSON: "),
         (["--speculative-config", "{"], "--speculative-config: not JSON: "),
         (
             ["--speculative-config", "sufix"],
-            "--speculative-config: method: must be 'draft_model', 'suffix', 'eagle3' or 'none', is"
-            " 'sufix'",
+            "--speculative-config: method: must be 'draft_model', 'suffix', 'eagle3', 'dflash',"
+            " 'dspark', 'clover' or 'none', is 'sufix'",
         ),
         (
             ["--speculative-config", '{"method": "suffix", "num_speculative_tokens": 12}'],

@@ -18,16 +18,16 @@ from cluster.cli.main import main
 from cluster.cli.plan import planned_of
 from cluster.config_sources import from_args, from_file
 from cluster.worker import resources
-from replicas import replica as replica_module
+from replicas import pair as pair_module
 from replicas.memory import MemoryPlan, plan_memory
 from replicas.replica import Replica
 from tests import tiny_pairs  # noqa: F401  (what attends on a CPU where passes are recorded)
 from tests.cluster.cli.command import lockstep
 
 FILE = """
-target: planted:tiny?scale=0.65&layers=2
-draft: planted:tiny-draft
 replica:
+  target: planted:tiny?scale=0.65&layers=2
+  speculative_config: {method: draft_model, model: "planted:tiny-draft"}
   device: cpu
   dtype: bfloat16
   memory: 100MiB
@@ -39,11 +39,15 @@ replica:
   calibrate: false
 scheduler: {rows_max: 4, draft_len_max: 5, prefill_rows_max: 3}
 """
+DRAFTER = json.dumps({"method": "draft_model", "model": "planted:qwen3-0.6b"})
 SERVE_FILE = """
 applications:
   - name: lockstep
     import_path: cluster.app:build
-    args: {replicas: 3, kv_blocks: 100, batch_size: 2, device: cpu, replica: {calibrate: false}}
+    args:
+      replicas: 3
+      replica: {num_gpu_blocks_override: 100, device: cpu, calibrate: false}
+      scheduler: {rows_max: 2}
 """
 
 
@@ -67,7 +71,7 @@ def made_by_a_replica(path: Path, loads: bool, monkeypatch: pytest.MonkeyPatch) 
             raise PlannedError
         return made[-1]
 
-    monkeypatch.setattr(replica_module, "plan_memory", noting)
+    monkeypatch.setattr(pair_module, "plan_memory", noting)
     with nullcontext() if loads else pytest.raises(PlannedError):
         spec = Replica.load(resources.replica_config(from_file(path))).spec
         assert spec.kv_blocks == made[-1].kv_blocks
@@ -102,14 +106,16 @@ def test_a_plan_of_a_file_is_that_of_the_replica_that_serves_it(
 def test_a_part_of_a_gpu_is_planned_for_where_replicas_share_one(
     gpus: float, said: float | None, share: float | None
 ) -> None:
-    config = from_args({"actors": {"replica_gpus": gpus}, "replica": {"gpu_share": said}})
-    assert planned_of(config).gpu_share == share
+    config = from_args(
+        {"actors": {"replica_gpus": gpus}, "replica": {"gpu_memory_utilization": said}}
+    )
+    assert planned_of(config).gpu_memory_utilization == share
 
 
 def test_a_gpu_that_is_not_here_can_be_planned_for() -> None:
-    sizes = ("--target", "planted:qwen3-8b", "--draft", "planted:qwen3-0.6b")
+    sizes = ("--target", "planted:qwen3-8b", "--speculative-config", DRAFTER)
     args = ("--device", "cuda", "--dtype", "bfloat16", "--context-len", "8192")
-    planned = plan(*sizes, *args, "--memory", "24GiB", "--rows", "2", "--draft-len", "3")
+    planned = plan(*sizes, *args, "--memory", "24GiB", "--plan-rows", "2", "--plan-draft-len", "3")
     assert planned["device"] == "cuda"
     assert (planned["wanted"]["rows"], planned["wanted"]["draft_len"]) == (2, 3)
     assert 8.1e9 < planned["weights_bytes"]["target"] / 2 < 8.3e9
@@ -120,7 +126,7 @@ def test_a_gpu_that_is_not_here_can_be_planned_for() -> None:
 
 
 def test_a_rank_has_its_part_of_the_target_and_of_the_kv_cache() -> None:
-    sizes = ("--target", "planted:qwen3-8b", "--draft", "null", "--memory", "24GiB")
+    sizes = ("--target", "planted:qwen3-8b", "--speculative-config", "none", "--memory", "24GiB")
     args = ("--device", "cuda", "--dtype", "bfloat16", "--context-len", "8192")
     whole = plan(*sizes, *args)
     rank = plan(*sizes, *args, "--tensor-parallel", "4")
@@ -163,7 +169,7 @@ def test_the_terminal_says_what_fits_or_the_least_that_would(
         (["--context-len", "4096"], "context_len: 4096 is over"),
         (["--target", "/nowhere"], "/nowhere"),
         (["--config", "/nowhere.yaml"], "/nowhere.yaml"),
-        (["--rows", "5000"], "--rows"),
+        (["--plan-rows", "5000"], "--plan-rows"),
         (["--tensor-parallel", "5"], "tensor_parallel: num_attention_heads is"),
     ],
 )

@@ -66,7 +66,7 @@ def test_who_is_refused_is_shown_and_that_nothing_finished_is_an_error(
         (["--rate", "1", "--acceptance", "2"], "--acceptance"),
         (["--rate", "1", "--pool-cost", "dear"], "--pool-cost"),
         (["--rate", "1", "--json", "/dev"], "--json"),
-        (["--rate", "1", "--batch-size", "100000"], "--batch-size"),
+        (["--rate", "1", "--rows-max", "100000"], "--rows-max"),
         (["--rate", "1", "--draft-len", "100"], "--draft-len"),
         (["--rate", "1", "--wait-rounds", "5000"], "--wait-rounds"),
     ],

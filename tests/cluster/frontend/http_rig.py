@@ -257,7 +257,9 @@ async def served(
         yield made, http_app(made.service)
 
 
-PAIR = ReplicaConfig(target="tiny", device="cpu", torch_threads=1, kv_blocks=256, calibrate=False)
+PAIR = ReplicaConfig(
+    target="tiny", device="cpu", torch_threads=1, num_gpu_blocks_override=256, calibrate=False
+)
 
 
 @cache

@@ -22,7 +22,7 @@ CASES = {
     "values": values(),
     **{path.stem: values(path) for path in EXAMPLES},
     "no draft": overlaid(
-        values(), {"models": {"draft": ""}, "settings": {"replica": {"speculative": None}}}
+        values(), {"models": {"draft": ""}, "settings": {"replica": {"speculative_config": None}}}
     ),
     "own volume, cache and digest": overlaid(
         values(),

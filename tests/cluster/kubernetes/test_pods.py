@@ -89,7 +89,7 @@ def test_the_models_are_where_workers_look_for_them_before_they_start(
         assert spec["volumes"][0]["persistentVolumeClaim"]["claimName"] == claim
         (script,) = spec["containers"][0]["args"]
         folder = script.partition("mkdir -p ")[2].partition("\n")[0]
-        named = [config.replica.target, config.replica.draft or ""]
+        named = [config.replica.target, config.replica.drafting.model or ""]
         places = [place for place in named if place.startswith("/")]
         assert places
         for place in places:

@@ -68,7 +68,7 @@ class Cluster:
     ) -> None:
         self.config = config = with_pool(config, shards=shards)
         self.wires = [Wire(config, loss, seed + shard, **options) for shard in range(shards)]
-        self.router = ShardRouter(self.wires, config, "frontend", frontend_clock)
+        self.router = ShardRouter(self.wires, config, "frontend", clock=frontend_clock)
         self.workers: list[Worker] = []
         self.fakes: list[FakeReplica] = []
 

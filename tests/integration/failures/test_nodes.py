@@ -31,7 +31,7 @@ from tests.chaos.load import all_right, fake_asks, longest_silence_s, recovered,
 from tests.cluster.fakes import load_fake, load_fake_text
 from tests.free_ports import free_port
 from tests.integration.conftest import plainly
-from tests.integration.pairs import write_pair
+from tests.integration.pairs import pair_settings, write_pair
 from tests.replicas.heads import said, save_head
 
 pytestmark = pytest.mark.ray
@@ -55,7 +55,7 @@ def hosted() -> Iterator[HostedCluster]:
         replicas=2,
         actors={"replica_gpus": 1.0, "frontend_cpus": 3.0},
         scheduler={"steps_per_batch_max": 2},
-        **PORTS,
+        ports=PORTS,
     )
     plan = Plan(
         config,
@@ -132,7 +132,7 @@ def load_in_turn(config: ReplicaConfig, directory: Path) -> Any:
     ways = ({"method": "suffix"}, {"method": "eagle3", "model": str(directory / "head")})
     way = ways[len(list(directory.glob("pid-*"))) % len(ways)]
     (directory / f"pid-{os.getpid()}").write_text(way["method"])
-    given = config.model_dump() | {"draft": None, "speculative": way}
+    given = config.model_dump() | {"speculative_config": way}
     return app.load_replica(ReplicaConfig(**given))
 
 
@@ -147,12 +147,9 @@ def right(hosted: HostedCluster, directory: Path) -> list[list[int]]:
     target, draft = write_pair(directory, positions=1024)
     save_head(directory / "head", AutoConfig.from_pretrained(target), said(True))
     config = cluster_config(
-        target=str(target),
-        draft=str(draft),
-        kv_memory_mb=16,
-        replica={"tensor_parallel": 2, "calibrate": False},
+        replica={**pair_settings(target, draft), "tensor_parallel": 2, "calibrate": False},
         actors={"replica_gpus": 1.0, "ranks_strategy": "PACK"},
-        **PORTS,
+        ports=PORTS,
     )
     hosted.become(Plan(config, partial(load_in_turn, directory=directory)))
     return plainly(config.replica, PROMPTS, TOKENS)

@@ -76,7 +76,7 @@ def settings(**more: Any) -> ClusterConfig:
         actors={"batch_s_max": BATCH_S_MAX, "drain_s": 10.0},
         # Not by measured times: streams must last until they are disturbed.
         scheduler={"steps_per_batch_max": 2, "draft_len": 2},
-        **PORTS,
+        ports=PORTS,
         **more,
     )
 

@@ -291,7 +291,7 @@ def test_memory_is_planned_for_the_head_that_will_be_loaded(path: str) -> None:
     head = load_head(path, config, torch.float32, CPU)
     shape = dataclasses.replace(tiny_pair("llama"), draft=HeadSource(path, head)).shape
     assert shape.draft.weights == 4 * sum(map(prod, config.tensors.values()))
-    settings = ReplicaConfig(device="cpu", block_size=4, kv_blocks=64)
+    settings = ReplicaConfig(device="cpu", block_size=4, num_gpu_blocks_override=64)
     plan = plan_memory(settings, shape, CPU, loaded=True)
     assert shape.draft.model is not None
     assert shape.draft.model.layers == 1

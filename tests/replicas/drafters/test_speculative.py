@@ -12,17 +12,21 @@ from transformers import AutoConfig
 from replicas.config import ReplicaConfig, SpeculativeConfig
 from replicas.drafters.eagle3 import Eagle3Drafter
 from replicas.drafters.model import ModelDrafter
+from replicas.drafters.one_pass import OnePassDrafter
 from replicas.drafters.suffix import SuffixDrafter
 from replicas.errors import PairRefused
 from replicas.memory import check_memory
 from replicas.models.loader import resolve, resolve_device
 from replicas.pair import load_pair, read_pair
 from replicas.replica import Replica
+from tests.replicas import one_pass_heads
 from tests.replicas.heads import layer_config, save_head
 
 
 def loaded(**settings: object) -> Replica:
-    return Replica.load(ReplicaConfig(**{"device": "cpu", "kv_blocks": 256, **settings}))
+    return Replica.load(
+        ReplicaConfig(**{"device": "cpu", "num_gpu_blocks_override": 256, **settings})
+    )
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +39,16 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_head(tmp_path_factory.mktemp("head"), target, whole)
 
 
+@pytest.fixture(scope="module")
+def block(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A random one-pass head, of four tokens, for it."""
+    target = AutoConfig.from_pretrained(resolve("tiny"))
+    sizes = {"hidden_size": target.hidden_size, "draft_vocab_size": 512}
+    last = {"aux_hidden_state_layer_ids": [0, target.num_hidden_layers - 1]}
+    whole = one_pass_heads.said("dspark", **sizes, **last)
+    return one_pass_heads.save_one_pass(tmp_path_factory.mktemp("block"), target, whole)
+
+
 # ------------------------------------------------------------------------------ the setting
 
 
@@ -44,64 +58,70 @@ NUMBER = "num_speculative_tokens"
 @pytest.mark.parametrize(
     ("said", "message"),
     [
-        ({"method": "suffix", "modle": "x"}, r"speculative\.modle\n.*Extra inputs"),
-        ({"method": "sufix"}, r"speculative\.method\n.*'draft_model', 'suffix', 'eagle3'"),
-        ({"method": "eagle3"}, r"speculative\n.*model: method eagle3 needs one"),
-        ({"method": "suffix", "model": "x"}, r"speculative\n.*model: method suffix has none"),
-        ({"method": "suffix", NUMBER: 33}, rf"speculative\.{NUMBER}\n.*less than or equal to 32"),
-        ({"method": "none", NUMBER: 2}, rf"speculative\n.*{NUMBER}: method none drafts nothing"),
-        ({"method": "suffix", "adaptive": False}, rf"speculative\n.*{NUMBER}: needed where"),
+        ({"method": "suffix", "modle": "x"}, r"speculative_config\.modle\n.*Extra inputs"),
+        ({"method": "sufix"}, r"speculative_config\.method\n.*'draft_model', 'suffix', 'eagle3'"),
+        ({"method": "eagle3"}, r"speculative_config\n.*model: method eagle3 needs one"),
+        ({"method": "dspark"}, r"speculative_config\n.*model: method dspark needs one"),
+        (
+            {"method": "suffix", "model": "x"},
+            r"speculative_config\n.*model: method suffix has none",
+        ),
+        (
+            {"method": "suffix", NUMBER: 33},
+            rf"speculative_config\.{NUMBER}\n.*less than or equal to 32",
+        ),
+        (
+            {"method": "none", NUMBER: 2},
+            rf"speculative_config\n.*{NUMBER}: method none drafts nothing",
+        ),
+        ({"method": "suffix", "adaptive": False}, rf"speculative_config\n.*{NUMBER}: needed where"),
     ],
 )
 def test_a_setting_that_means_nothing_is_refused_by_name(
     said: dict[str, object], message: str
 ) -> None:
     with pytest.raises(ValidationError, match=rf"^1 validation .*\n{message}"):
-        ReplicaConfig(speculative=said)
+        ReplicaConfig(speculative_config=said)
 
 
-def test_draft_is_short_for_a_draft_model_and_may_not_contradict() -> None:
-    model = SpeculativeConfig(method="draft_model", model="x")
-    assert ReplicaConfig(draft="x").drafting == model
-    assert ReplicaConfig(draft=None).drafting.method == "none"
-    assert ReplicaConfig().drafting.model == "tiny"
-    for said in (model, SpeculativeConfig(method="suffix")):
-        config = ReplicaConfig(speculative=said)
-        assert config.drafting == said == ReplicaConfig(draft=None, speculative=said).drafting
-        assert ReplicaConfig.model_validate(config.model_dump()) == config
-        with pytest.raises(ValidationError, match="draft: 'y' beside a speculative config"):
-            ReplicaConfig(draft="y", speculative=said)
+def test_where_nothing_is_said_drafts_go_with_the_target() -> None:
+    assert ReplicaConfig(target="tiny").drafting.model == "tiny"
+    assert ReplicaConfig(target="x/y").drafting == SpeculativeConfig(method="suffix")
+    config = ReplicaConfig(speculative_config="none")
+    assert config.drafting == SpeculativeConfig(method="none")
+    assert ReplicaConfig.model_validate(config.model_dump()) == config
 
 
 # ------------------------------------------------------------------------------ the replica
 
 
-def test_a_replica_says_what_drafts_and_how_far(head: str) -> None:
+def test_a_replica_says_what_drafts_and_how_far(head: str, block: str) -> None:
     for said, kind, told in (
         ({"method": "suffix", NUMBER: 3}, SuffixDrafter, ("suffix", "", 3, None)),
         ({"method": "eagle3", "model": head}, Eagle3Drafter, ("eagle3", head, 32, None)),
+        ({"method": "dspark", "model": block}, OnePassDrafter, ("dspark", block, 4, None)),
         ({"method": "none"}, type(None), ("", "", 0, None)),
         (
             {"method": "draft_model", "model": "tiny", NUMBER: 4, "adaptive": False},
             *(ModelDrafter, ("draft_model", "tiny", 4, 4)),
         ),
     ):
-        replica = loaded(speculative=said, calibrate=False)
+        replica = loaded(speculative_config=said, calibrate=False)
         assert isinstance(replica.drafter, kind)
         spec = replica.spec
         assert (spec.drafter, spec.draft, spec.draft_len_max, spec.draft_len) == told
 
 
 def test_a_head_is_known_before_its_weights_are_read(head: str, tmp_path: Path) -> None:
-    config = ReplicaConfig(device="cpu", speculative={"method": "eagle3", "model": head})
+    config = ReplicaConfig(device="cpu", speculative_config={"method": "eagle3", "model": head})
     files = read_pair(config)
     assert files.shape == load_pair(config, files).shape
     check_memory(config, files.shape, resolve_device("cpu"))
-    gone = ReplicaConfig(speculative={"method": "eagle3", "model": "/gone"})
-    with pytest.raises(OSError, match=r"^speculative\.model: "):
+    gone = ReplicaConfig(speculative_config={"method": "eagle3", "model": "/gone"})
+    with pytest.raises(OSError, match=r"^speculative_config\.model: "):
         read_pair(gone)
     other = AutoConfig.from_pretrained(resolve("tiny"))
     other.hidden_size //= 2
     other.save_pretrained(tmp_path)
-    with pytest.raises(PairRefused, match=r"speculative\.model: .*: .*but the target is"):
+    with pytest.raises(PairRefused, match=r"speculative_config\.model: .*: .*but the target is"):
         read_pair(config.model_copy(update={"target": str(tmp_path)}))

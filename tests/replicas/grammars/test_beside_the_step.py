@@ -50,7 +50,7 @@ def requests() -> list[Request]:
 
 
 def engine(grammars: Grammars, drafter: str) -> LocalEngine:
-    replica = replica_of(drafter, [], kv_blocks=512)
+    replica = replica_of(drafter, [], num_gpu_blocks_override=512)
     replica.grammars = grammars
     return LocalEngine(replica, SchedulerConfig(rows_max=8, draft_len=3), check=True)
 

@@ -37,13 +37,13 @@ def replica_of(dtype: str, sharing: bool = False, graphs: str = "off") -> Replic
     return Replica.load(
         ReplicaConfig(
             target=TARGET,
-            draft="planted:tiny-draft",
+            speculative_config={"method": "draft_model", "model": "planted:tiny-draft"},
             device=DEVICE,
             dtype=dtype,
             deterministic=True,
             graphs=graphs,
             block_size=4,
-            kv_blocks=2048,
+            num_gpu_blocks_override=2048,
             plan_rows=6,
             plan_draft_len=5,
             prefix_sharing=sharing,
@@ -101,7 +101,7 @@ def test_without_a_proof_float32_is_computed_in_tiles(monkeypatch: pytest.Monkey
 def deterministic(model: PreTrainedModel) -> tuple[PagedModel, str]:
     dtype = str(model.dtype).removeprefix("torch.")
     config = ReplicaConfig(device="cpu", dtype=dtype, deterministic=True, block_size=BLOCK_SIZE)
-    return building.build(model, "tiny", config, 512, 256, False)
+    return building.build_model(model, "tiny", config, 512, 256, False)
 
 
 def _mixes_tokens(x: torch.Tensor) -> torch.Tensor:
@@ -124,7 +124,9 @@ def test_a_layer_that_is_not_row_wise_is_refused_by_name() -> None:
 
     pair = pair_in(torch.bfloat16)
     pair.target.model.layers[1].mlp.extra = Two()
-    config = ReplicaConfig(device="cpu", dtype="bfloat16", deterministic=True, kv_blocks=512)
+    config = ReplicaConfig(
+        device="cpu", dtype="bfloat16", deterministic=True, num_gpu_blocks_override=512
+    )
     with pytest.raises(PairRefused, match=r"extra: Two takes x, y"):
         Replica(pair, config)
 

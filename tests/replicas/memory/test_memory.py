@@ -65,16 +65,9 @@ def test_a_block_costs_what_the_caches_allocate_for_it(dtype: torch.dtype) -> No
     )
 
 
-def test_a_size_of_the_kv_cache_is_turned_into_blocks() -> None:
-    per_block = PAIR.block_bytes(16, item=4)
-    plan = planned(kv_memory_mb=1, block_size=16)
-    assert plan.kv_blocks == 1024 * 1024 // per_block
-    assert (plan.budget, plan.rows_max) == (None, None)
-
-
 def test_a_cache_too_small_for_one_sequence_names_what_would_do() -> None:
     with pytest.raises(TooLittleMemory, match=r"3 blocks of 16 .* 64 tokens; at least 4 blocks"):
-        planned(kv_blocks=3, block_size=16)
+        planned(num_gpu_blocks_override=3, block_size=16)
 
 
 def test_a_budget_is_used_up_to_the_last_block_and_never_beyond() -> None:
@@ -93,11 +86,11 @@ def test_budgets_are_read_with_units() -> None:
 
 
 def test_a_budget_beside_a_given_cache_bounds_the_buffers() -> None:
-    plan = planned(memory=60_000_000, kv_blocks=50)
+    plan = planned(memory=60_000_000, num_gpu_blocks_override=50)
     assert plan.kv_blocks == 50
     assert plan.total <= 60_000_000
     with pytest.raises(TooLittleMemory, match="memory: 58 MiB do not hold"):
-        planned(memory=60_000_000, kv_blocks=5000)
+        planned(memory=60_000_000, num_gpu_blocks_override=5000)
 
 
 @pytest.mark.skipif(not can_prepack(CPU, torch.float32), reason="this torch has no oneDNN")
@@ -117,7 +110,7 @@ def test_weights_are_laid_out_twice_only_where_nothing_has_to_shrink_for_it(
         if made.prepack:
             assert made.work == made.wanted
     assert not planned(memory=roomy.least).prepack
-    assert planned(kv_blocks=50).prepack
+    assert planned(num_gpu_blocks_override=50).prepack
     assert not planned(memory=60_000_000, dtype="bfloat16").prepack
     assert not planned(GPU, memory=600_000_000).prepack
 
@@ -174,7 +167,7 @@ def test_a_plan_says_only_what_it_shrank() -> None:
     assert tight.rows_max == tight.work.rows < plan.work.rows
     assert tight.draft_len_max(32) == 1
     alone = dataclasses.replace(PAIR, draft=DraftMemory())
-    plain = plan_memory(ReplicaConfig(draft=None), alone, CPU, loaded=True)
+    plain = plan_memory(ReplicaConfig(speculative_config="none"), alone, CPU, loaded=True)
     assert plain.work.draft_len == 0
 
 
@@ -210,7 +203,7 @@ def test_a_gpus_free_memory_is_what_others_and_its_share_leave(
     fake_gpu(monkeypatch)
     assert free_bytes(GPU, share or 1.0) == free * BILLION
     if free:
-        plan = planned(GPU, gpu_share=share)
+        plan = planned(GPU, gpu_memory_utilization=share)
         assert plan.budget == PAIR.weights + free * BILLION * 9 // 10
         assert plan.total <= plan.budget
 
@@ -279,7 +272,7 @@ def test_a_plan_goes_by_what_was_measured_and_shrinks_where_a_device_has_no_room
             raise torch.OutOfMemoryError("CUDA out of memory")
         return runs[-1]
 
-    config = ReplicaConfig(block_size=4, kv_blocks=500, memory=BILLION)
+    config = ReplicaConfig(block_size=4, num_gpu_blocks_override=500, memory=BILLION)
     measured = measured_passes(pair.target, config, pair.context_len, peak)
     plan = plan_memory(config, pair.shape, GPU, loaded=True, passes=measured)
     assert max(runs) > 2_000_000
@@ -306,7 +299,10 @@ def test_too_small_a_budget_is_refused_before_weights_are_read(tmp_path: Path) -
     target = save_model(tmp_path / "t", WORDS, vocab_size=8)
     for weights in (tmp_path / "t").glob("*.safetensors"):
         weights.unlink()
-    config = ReplicaConfig(target=target, draft=target, device="cpu", memory="100 kB")
+    drafting = {"method": "draft_model", "model": target}
+    config = ReplicaConfig(
+        target=target, speculative_config=drafting, device="cpu", memory="100 kB"
+    )
     with pytest.raises(TooLittleMemory, match="memory: 1 MiB do not hold the weights"):
         Replica.load(config)
     with pytest.raises(OSError, match="safetensors"):
@@ -317,8 +313,8 @@ def test_too_small_a_budget_is_refused_before_weights_are_read(tmp_path: Path) -
 def test_a_replica_in_the_least_memory_serves_the_same_tokens() -> None:
     """Its spec tells the scheduler one row, and prompts go in narrow passes."""
     with pytest.raises(TooLittleMemory) as refused:
-        tiny_replica("llama", kv_blocks=None, memory=1)
-    replica = tiny_replica("llama", kv_blocks=None, memory=refused.value.least)
+        tiny_replica("llama", num_gpu_blocks_override=None, memory=1)
+    replica = tiny_replica("llama", num_gpu_blocks_override=None, memory=refused.value.least)
     assert (replica.spec.rows_max, replica.spec.kv_blocks) == (1, 64)
     engine = LocalEngine(replica, SchedulerConfig(), check=True)
     prompts = [tuple(range(3, 3 + length)) for length in (5, 90, 20)]

@@ -15,7 +15,7 @@ from transformers import LlamaForCausalLM
 from replicas.config import ReplicaConfig
 from replicas.kv_cache import CacheShape, PagedCache
 from replicas.models import decoder
-from replicas.models.build import build, trial_logits
+from replicas.models.build import build_model, trial_logits
 from replicas.models.paged_model import ERROR_FLOOR
 from replicas.models.reference import own_logits
 from tests.replicas.built import Rows, built, uneven_model
@@ -49,7 +49,7 @@ def test_a_gpus_kernels_compute_what_the_operations_do(architecture: str) -> Non
     config = ReplicaConfig(block_size=4, device=DEVICE, graphs="on")
     with torch.inference_mode():
         model = uneven_model(architecture).to(DEVICE)
-        paged, _ = build(model, "tiny", config, 20, 64, False)
+        paged, _ = build_model(model, "tiny", config, 20, 64, False)
         assert paged.decoder is not None
         paged.decoder.kernels = None
         paged.cache.clear()

@@ -21,7 +21,7 @@ from replicas.kernels import paged_attention as kernels
 from replicas.kv_cache import SCRAP_BLOCK, CacheShape, PagedCache
 from replicas.kv_cache.device_layout import DevicePassLayout, DeviceStepLayout, device_ranges
 from replicas.models import device_attention as attention
-from replicas.models.device_attention import device_attention
+from replicas.models.device_attention import paged_backend
 from tests.gathering import GatherBackend, Kernels, gathered, spread
 from tests.oracle.drafters import replica_of
 from tests.oracle.worlds import check_answers, greedy_answers, sampled_answers
@@ -140,10 +140,10 @@ def test_an_attention_that_computes_something_else_is_refused(
         return lambda layer, queries, scaling: attend(layer, queries, scaling * factor)
 
     world = World(0, 4, (2, 1), [9])
-    assert device_attention(world.cache).name == "paged"
+    assert paged_backend(world.cache).name == "paged"
     monkeypatch.setattr(Kernels, "begin", wrong)
     with pytest.raises(PairRefused, match="something else"):
-        device_attention(world.cache)
+        paged_backend(world.cache)
 
 
 def test_a_device_that_runs_no_kernel_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,7 +154,7 @@ def test_a_device_that_runs_no_kernel_is_refused(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(attention.PagedBackend, "begin", broken)
     with pytest.raises(PairRefused, match=r"Triton runs no attention .* 0 active drivers"):
-        device_attention(world.cache)
+        paged_backend(world.cache)
 
 
 def test_a_device_without_triton_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,20 +162,20 @@ def test_a_device_without_triton_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.delattr(sys.modules["replicas.kernels"], "paged_attention")
     monkeypatch.setitem(sys.modules, "replicas.kernels.paged_attention", None)
     with pytest.raises(PairRefused, match="needs Triton"):
-        device_attention(world.cache)
+        paged_backend(world.cache)
 
 
 def test_more_query_heads_than_the_kernels_have_room_for_are_refused() -> None:
     world = World(0, 4, (65, 1), [9])
     with pytest.raises(PairRefused, match=r"65 query heads share a KV head.* 64 at most"):
-        device_attention(world.cache)
+        paged_backend(world.cache)
 
 
 @pytest.mark.long
 @pytest.mark.usefixtures("_kernels")
 def test_output_is_the_same_by_the_kernels() -> None:
     answered = (greedy_answers("qwen3")[4], sampled_answers("qwen3")[1])
-    settings = {"kv_blocks": 256, "graphs": "on", "plan_rows": 2, "plan_draft_len": 2}
+    settings = {"num_gpu_blocks_override": 256, "graphs": "on", "plan_rows": 2, "plan_draft_len": 2}
     pair = replace(tiny_pair("qwen3"), context_len=64)
     replica = replica_of("half", answered, pair, **settings)
     check_answers(replica, answered, 2, 2)

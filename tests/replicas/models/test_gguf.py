@@ -104,7 +104,8 @@ def tensors(model: PreTrainedModel) -> list[tuple[str, torch.Tensor]]:
 
 
 def settings(target: str, **options: object) -> ReplicaConfig:
-    return ReplicaConfig(target=target, draft=None, device="cpu", kv_blocks=64, **options)
+    options = {"speculative_config": "none", **options}
+    return ReplicaConfig(target=target, device="cpu", num_gpu_blocks_override=64, **options)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +125,8 @@ def test_the_weights_are_those_of_the_file(
     monkeypatch.setattr("huggingface_hub.hf_hub_download", fetched)
     hub = "org/model-GGUF:some/model.Q8_0.gguf"
     name = {"the file": str(file), "its directory": str(file.parent), "of the hub": hub}[way]
-    pair = load_pair(settings(name, dtype=dtype).model_copy(update={"draft": str(file)}))
+    drafting = {"method": "draft_model", "model": str(file)}
+    pair = load_pair(settings(name, dtype=dtype, speculative_config=drafting))
     assert asked == ({tuple(hub.split(":"))} if way == "of the hub" else set())
     loaded = pair.target.state_dict()
     expected = copy.deepcopy(model).to(getattr(torch, dtype)).state_dict()

@@ -16,7 +16,7 @@ import torch
 from transformers import AutoConfig
 
 from cluster.frontend.target_text import TargetText
-from replicas.config import ReplicaConfig
+from replicas.config import ReplicaConfig, SpeculativeConfig
 from replicas.drafters.eagle3.weights import read_head
 from replicas.errors import PairRefused
 from replicas.models.loader import resolve
@@ -65,7 +65,7 @@ def change(path: Path, settings: dict[str, object]) -> None:
 
 
 def settings_for(target: str, **options: object) -> ReplicaConfig:
-    return ReplicaConfig(target=target, draft=None, device="cpu", **options)
+    return ReplicaConfig(target=target, speculative_config="none", device="cpu", **options)
 
 
 @pytest.fixture(autouse=True)
@@ -99,7 +99,8 @@ def test_a_tokenizer_that_needs_code_of_its_own_is_refused(tmp_path: Path) -> No
     target = with_own_code(tmp_path / "model", mark, "llama", own_tokenizer=True)
     with pytest.raises(ValueError, match="trust_remote_code"):
         TargetText.load(settings_for(target))
-    pair = settings_for(target).model_copy(update={"draft": target})
+    drafting = SpeculativeConfig(method="draft_model", model=target)
+    pair = settings_for(target).model_copy(update={"speculative_config": drafting})
     with pytest.raises(ValueError, match="trust_remote_code"):
         load_pair(pair)
     assert not mark.exists()
@@ -143,7 +144,7 @@ def test_a_heads_pickle_may_hold_tensors_only(tmp_path: Path) -> None:
     layer = layer_config("llama", hidden_size=target.hidden_size)
     head = tmp_path / "head" / "pytorch_model.bin"
     speculative = {"method": "eagle3", "model": save_head(head.parent, target, layer)}
-    settings = ReplicaConfig(target="tiny", device="cpu", speculative=speculative)
+    settings = ReplicaConfig(target="tiny", device="cpu", speculative_config=speculative)
     load_pair(settings)
     torch.save(Bomb(mark), head)
     with pytest.raises(PairRefused, match=r"model: .*: pytorch_model\.bin is no .* tensors alone"):

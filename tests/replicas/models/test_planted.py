@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from transformers import AutoConfig, PreTrainedModel
 
 from cluster.local.engine import LocalEngine
-from replicas.config import ReplicaConfig
+from replicas.config import ReplicaConfig, SpeculativeConfig
 from replicas.errors import PairRefused
 from replicas.models.planted import plant as plant_on, share_following
 from replicas.names import SHAPES, parse_planted
@@ -22,8 +22,12 @@ CPU = torch.device("cpu")
 
 
 def config(target: str, draft: str | None = "planted:tiny-draft", **more: object) -> ReplicaConfig:
+    drafting = "none" if draft is None else {"method": "draft_model", "model": draft}
     return ReplicaConfig(
-        target=target, draft=draft, device="cpu", **{"kv_blocks": 1024, "block_size": 8, **more}
+        target=target,
+        speculative_config=drafting,
+        device="cpu",
+        **{"num_gpu_blocks_override": 1024, "block_size": 8, **more},
     )
 
 
@@ -77,9 +81,10 @@ def test_a_target_is_what_its_name_says_and_strays_by_its_whole_context() -> Non
 def test_bad_names_are_refused_with_the_field(name: str, message: str) -> None:
     with pytest.raises(PairRefused, match=message):
         parse_planted(name)
-    for field in ("target", "draft"):
-        with pytest.raises(ValidationError, match=rf"{field}\n.*{message}"):
-            ReplicaConfig(**{field: name})
+    with pytest.raises(ValidationError, match=rf"target\n.*{message}"):
+        ReplicaConfig(target=name)
+    with pytest.raises(ValidationError, match=message):
+        SpeculativeConfig(method="draft_model", model=name)
 
 
 def test_a_planted_model_goes_with_another_planted_model_of_its_vocabulary_only() -> None:

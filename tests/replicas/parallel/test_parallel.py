@@ -23,8 +23,8 @@ from replicas.memory import MemoryPlan, PairShape, plan_memory
 from replicas.names import SHAPES
 from replicas.pair import read_pair
 from replicas.parallel import parallel_replica as parallel, ranks
-from replicas.parallel.parallel_replica import LocalRank, ParallelReplica, load_parallel, start_here
-from replicas.parallel.ranks import Failure, Ranks, ReplicaBroken
+from replicas.parallel.parallel_replica import ParallelReplica, load_parallel, start_here
+from replicas.parallel.ranks import Failure, LocalRank, Ranks, ReplicaBroken
 from replicas.parallel.rendezvous import Address, Channel, Store, host_store, join_store
 from replicas.replica import Replica
 from scheduler.config import SchedulerConfig
@@ -42,11 +42,11 @@ def config(shape: str, **more: object) -> ReplicaConfig:
     return ReplicaConfig(
         **{
             "target": f"planted:{shape}?scale=0.8&layers=2",
-            "draft": "planted:tiny-draft",
+            "speculative_config": {"method": "draft_model", "model": "planted:tiny-draft"},
             "device": "cpu",
             "torch_threads": 1,
             "block_size": 4,
-            "kv_blocks": 512,
+            "num_gpu_blocks_override": 512,
             "calibrate": False,
             **more,
         }
@@ -116,8 +116,7 @@ def test_two_ranks_give_the_tokens_of_one(
     settings = config(
         "tiny",
         target=f"planted:{tmp_path}?scale=0.8&layers=4",
-        draft=None,
-        speculative=speculative,
+        speculative_config=speculative,
         calibrate=model_type == "llama",
     )
     single = Replica.load(settings)
@@ -296,7 +295,9 @@ def test_what_a_rank_fails_with_while_it_loads_is_told(monkeypatch: pytest.Monke
 def test_a_rank_that_cannot_be_started_ends_those_that_were(tmp_path: Path) -> None:
     sizes = {**SHAPES["tiny"], "num_attention_heads": 6, "num_key_value_heads": 3}
     (tmp_path / "config.json").write_text(json.dumps(sizes))
-    three = config(str(tmp_path), tensor_parallel=3, draft=None, kv_blocks=1024)
+    three = config(
+        str(tmp_path), tensor_parallel=3, speculative_config="none", num_gpu_blocks_override=1024
+    )
     started: list[_Silent] = []
 
     def start(_config: ReplicaConfig, rank: int, _address: Address) -> _Silent:

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Self
+from dataclasses import replace
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, field_validator, model_validator
 
 from cluster.error_messages import shown_value
+from cluster.frontend.admission.control import Caller
+from cluster.frontend.calls import GenerateCall
 from cluster.frontend.http_api.bodies.generation import GenerationRequest
-from cluster.frontend.http_api.bodies.parts import Message, TemplateOptions
+from cluster.frontend.http_api.bodies.parts import (
+    AnyToolChoice,
+    FunctionPart,
+    Message,
+    TemplateOptions,
+    tool_use_of,
+)
 from cluster.frontend.prompts import Prompt
-from cluster.frontend.tools import ToolChoice, ToolUse
+from cluster.frontend.tools import FunctionName, NamedTool, Tool, ToolChoice, ToolUse
 
 
 class ChatRequest(GenerationRequest, TemplateOptions, BaseModel):
@@ -19,8 +28,14 @@ class ChatRequest(GenerationRequest, TemplateOptions, BaseModel):
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int | None = None
-    tool_choice: ToolChoice = "auto"
+    tool_choice: AnyToolChoice = "auto"
     parallel_tool_calls: bool = True
+    functions: list[FunctionPart] = []
+    function_call: Literal["none", "auto"] | FunctionName = "auto"
+    reasoning_effort: str | None = None
+    enable_thinking: bool | None = None
+    include_reasoning: bool = True
+    thinking_token_budget: int | None = None
     echo: bool = False
     add_special_tokens: bool = False
     input_ids: list[int] | None = None
@@ -41,7 +56,14 @@ class ChatRequest(GenerationRequest, TemplateOptions, BaseModel):
     def _what_chat_fields_need(self) -> Self:
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs: only with logprobs")
+        if self.functions and self.tools:
+            raise ValueError("functions: tools are given as well")
         return self
+
+    @property
+    def calls_functions(self) -> bool:
+        """Whether calls are told of as they were before there were tools."""
+        return bool(self.functions)
 
     @property
     def limit(self) -> tuple[str, int | None]:
@@ -52,10 +74,12 @@ class ChatRequest(GenerationRequest, TemplateOptions, BaseModel):
 
     @property
     def prompts(self) -> tuple[Prompt, ...]:
+        options = template_options(self.reasoning_effort, self.enable_thinking)
         return (
             self.chat_prompt(
                 self.messages,
                 self.tool_use,
+                options | self.chat_template_kwargs,
                 special_tokens=self.add_special_tokens,
                 ids=self.given_ids,
             ),
@@ -77,4 +101,29 @@ class ChatRequest(GenerationRequest, TemplateOptions, BaseModel):
 
     @property
     def tool_use(self) -> ToolUse | None:
-        return ToolUse.of(self.tools, self.tool_choice, self.parallel_tool_calls)
+        if not self.functions:
+            return tool_use_of(self.tools, self.tool_choice, self.parallel_tool_calls)
+        tools = [Tool(type="function", function=function) for function in self.functions]
+        named = self.function_call
+        if isinstance(named, FunctionName):
+            choice: ToolChoice = NamedTool(type="function", function=named)
+        else:
+            choice = named
+        return ToolUse.of(tools, choice, parallel=False)
+
+    def to_call(self, caller: Caller, request_id: str) -> GenerateCall:
+        budget = self.thinking_token_budget
+        return replace(
+            super().to_call(caller, request_id),
+            include_reasoning=self.include_reasoning,
+            thinking_token_budget=None if budget == -1 else budget,  # others' word for no limit
+        )
+
+
+def template_options(effort: str | None, thinks: bool | None = None) -> dict[str, Any]:
+    """What a chat template is told of reasoning."""
+    options: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
+    if effort == "none" and thinks is None:
+        thinks = False
+    # Templates know either name.
+    return options if thinks is None else options | {"enable_thinking": thinks, "thinking": thinks}

@@ -80,6 +80,7 @@ class GenerationRequest(Known, BaseModel):  # the linter looks no further than i
     return_tokens_as_token_ids: bool = False
     return_token_ids: bool = False
     kv_transfer_params: dict[str, Any] = {}
+    speculative_decoding_stats: bool = False
     committed_token_ids: list[int] = []
 
     @field_validator("logit_bias")

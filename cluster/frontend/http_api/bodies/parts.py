@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
@@ -19,9 +19,19 @@ from pydantic import (
 from cluster.error_messages import Strict, shown_value
 from cluster.frontend.http_api.bodies.check import Known
 from cluster.frontend.http_api.bodies.structural_tags import grammar_of_tags
-from cluster.frontend.prompts import ChatPrompt
+from cluster.frontend.prompts import REASONING_NAMES, ChatPrompt
 from cluster.frontend.structure import Structure
-from cluster.frontend.tools import CalledFunction, CallTurn, Function, Tool, ToolUse, json_object
+from cluster.frontend.tools import (
+    CalledFunction,
+    CallTurn,
+    Function,
+    NamedTool,
+    Tool,
+    ToolChoice,
+    ToolUse,
+    json_object,
+)
+from scheduler.errors import InvalidRequest
 
 
 class StreamOptions(Known):
@@ -116,6 +126,31 @@ class ToolPart(Known, Tool):
     function: FunctionPart
 
 
+class AllowedTools(Strict):
+    mode: Literal["auto", "required"]
+    tools: list[NamedTool]
+
+
+class AllowedToolsChoice(Strict):
+    """Some of the tools: the prompt tells of all, so that its prefix stays the same."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+AnyToolChoice = ToolChoice | AllowedToolsChoice
+
+
+def tool_use_of(tools: Sequence[Tool], choice: AnyToolChoice, parallel: bool) -> ToolUse | None:
+    """None where the target is to know of no tool. Raises InvalidRequest."""
+    if not isinstance(choice, AllowedToolsChoice):
+        return ToolUse.of(tools, choice, parallel)
+    names = [tool.function.name for tool in choice.allowed_tools.tools]
+    if missing := set(names) - {tool.function.name for tool in tools}:
+        raise InvalidRequest("tool_choice", f"{min(missing)!r} is not among the tools")
+    return ToolUse.of(tools, choice.allowed_tools.mode, parallel, frozenset(names))
+
+
 class CalledFunctionPart(Known, CalledFunction):
     place: ClassVar = "messages.tool_calls.function."
 
@@ -153,6 +188,9 @@ class Message(Known):
     name: str | None = None
     tool_calls: list[CallPart] | None = None
     tool_call_id: str | None = None
+    function_call: CalledFunctionPart | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
     content: Annotated[str | None, WithJsonSchema(_CONTENT)] = Field(
         default=None, validate_default=True
     )
@@ -179,8 +217,14 @@ class Message(Known):
     @property
     def for_template(self) -> dict[str, Any]:
         said = self.model_dump(include={"role", "content", "name", "tool_call_id"})
+        if self.role == "function":  # as the result of a call was named once
+            said["role"] = "tool"
         if self.tool_calls:
             said["tool_calls"] = [call.for_template for call in self.tool_calls]
+        elif self.function_call is not None:
+            said["tool_calls"] = [CallTurn(function=self.function_call).for_template]
+        if reasoning := self.reasoning or self.reasoning_content:
+            said |= dict.fromkeys(REASONING_NAMES, reasoning)
         return {name: value for name, value in said.items() if value is not None}
 
 
@@ -201,12 +245,16 @@ class TemplateOptions(Known, BaseModel):  # the linter looks no further than its
         return self
 
     def chat_prompt(
-        self, turns: Sequence[Message], tools: ToolUse | None, **others: Any
+        self,
+        turns: Sequence[Message],
+        tools: ToolUse | None,
+        options: Mapping[str, Any],
+        **others: Any,
     ) -> ChatPrompt:
         return ChatPrompt.of(
             [turn.for_template for turn in turns],
             tools,
-            self.chat_template_kwargs,
+            options,
             documents=self.documents,
             asks=self.add_generation_prompt is not False and not self.continue_final_message,
             goes_on=self.continue_final_message,

@@ -41,7 +41,9 @@ class Tokenize(TokensRequest, TemplateOptions):
         if self.messages is None:
             return TextPrompt(self.prompt or "", self.add_special_tokens is not False)
         special = self.add_special_tokens is True
-        return self.chat_prompt(self.messages, self.tool_use, special_tokens=special)
+        return self.chat_prompt(
+            self.messages, self.tool_use, self.chat_template_kwargs, special_tokens=special
+        )
 
 
 class Detokenize(TokensRequest):

@@ -41,7 +41,9 @@ async def test_http_serves_and_refuses_as_grpc_does(tmp_path: Path) -> None:
 
     # Enough that the rate is not whole again for half a minute.
     body = asking(max_tokens=60)
-    async with http_frontend(config=from_args({"keys_file": str(keys)}), sink=sink) as app:
+    async with http_frontend(
+        config=from_args({"auth": {"keys_file": str(keys)}}), sink=sink
+    ) as app:
         headers = {"authorization": f"Bearer {key}"}
         good = await http(app, body, headers=headers, client="192.0.2.7", parts=5)
         assert good.status == 200
@@ -154,10 +156,12 @@ async def test_a_web_page_cannot_use_the_server(headers: dict[str, str], status:
         assert error is None if status == 200 else error["message"].startswith(named[status])
         shown = answer.headers.get("access-control-allow-origin")
         assert shown == (headers["origin"] if "page" in headers.get("origin", "") else None)
-        paths = {path: method.upper() for path, [method] in app.openapi()["paths"].items()}
-        told = {"/healthz": 200, "/readyz": 200, "/health": 200, "/v1/completions/": 404}
-        for path, method in (paths | {"/v1/completions/": "POST"}).items():
-            probe = await http(app, path=path, method=method, headers={"host": "pod-7.cluster"})
+        routes = app.openapi()["paths"] | {"/v1/completions/": ["post"]}
+        told = {"/healthz": 200, "/readyz": 200, "/health": 200, "/ping": 200}
+        told["/v1/completions/"] = 404
+        for path, method in [(route, of) for route in routes for of in routes[route]]:
+            upper, elsewhere = method.upper(), {"host": "pod-7.cluster"}
+            probe = await http(app, path=path, method=upper, headers=elsewhere)
             expected = told.get(path, 421)
             assert (probe.status, probe.headers.get("location")) == (expected, None), path
 

@@ -21,6 +21,7 @@ from pydantic import BaseModel
 from transformers import AutoModelForCausalLM
 
 from cluster.client.retry import Continuation
+from cluster.config_sources import from_args
 from cluster.frontend.http_api.bodies import ChatRequest, CompletionRequest
 from cluster.frontend.http_api.bodies.parts import Message
 from cluster.frontend.tools.use import CalledFunction, CallTurn, Function
@@ -84,9 +85,14 @@ HTTP_ONLY = {
     "truncation_side": "gRPC keeps the end",
     "input_ids": "messages alone are a prompt",
     "kv_transfer_params": "of other servers' routers",
+    "functions": "another name of tools",
+    "function_call": "another name of tool_choice",
+    "reasoning_effort": "an option of the chat template",
+    "enable_thinking": "an option of the chat template",
+    "speculative_decoding_stats": "an End always has them",
 }
 PARTS: list[tuple[list[type[BaseModel]], Descriptor, set[str]]] = [
-    ([Message], pb.ChatMessage.DESCRIPTOR, set()),
+    ([Message], pb.ChatMessage.DESCRIPTOR, {"function_call", "reasoning_content"}),
     ([Function], pb.Tool.DESCRIPTOR, set()),
     ([CallTurn, CalledFunction], pb.ToolCall.DESCRIPTOR, {"type", "index", "function"}),
 ]
@@ -155,12 +161,13 @@ SAME = [
     ({"grammar": 'start: "a" "b"+'}, {"structured_outputs": {"grammar": 'start: "a" "b"+'}}),
 ]
 ELSEWHERE = {"prompt", "max_new_tokens", "messages", "chat_template_kwargs", "priority"}
+ELSEWHERE |= {"include_reasoning", "thinking_token_budget"}
 ELSEWHERE |= {"tools", "tool_mode", "tool_name", "parallel_tool_calls"}
 ELSEWHERE |= {"add_generation_prompt", "continue_final_message", "chat_template", "documents"}
 ELSEWHERE |= {"add_special_tokens", "logprob_token_ids"}
 ELSEWHERE |= {"logprobs", "prompt_logprobs", "cache_salt", "request_id", "n"}
-"""Fields of both whose effect the tests of chats, tools, priorities, choices and log-probabilities
-show."""
+"""Fields of both whose effect the tests of chats, tools, reasoning, priorities,
+choices and log-probabilities show."""
 
 
 async def test_both_edges_give_the_same_tokens_for_the_same_fields() -> None:
@@ -364,3 +371,26 @@ async def test_a_stop_string_is_looked_for_behind_the_echo(stream: bool) -> None
             choices = [part["choices"][0] for part in parts]
             assert "".join(one["text"] for one in choices) == WORDS + said
             assert choices[-1]["finish_reason"] == ("length" if said == plain else "stop")
+
+
+async def test_an_answer_says_which_of_its_tokens_were_drafted() -> None:
+    config = from_args({"scheduler": {"draft_len": 4}, "frontend": {"coalesce_ms": 1}})
+    asked = {"prompt": PROMPT, "max_tokens": 40, "temperature": 0, "logprobs": 0}
+    async with served_tiny(config=config) as (_, app):
+        told = await whole(app, **asked, speculative_decoding_stats=True)
+        stats, drafted = told["speculative_decoding_stats"], told["drafted"]
+        # Every step ends in a token of the target's own; at the limit it may be cut.
+        assert len(drafted) == len(told["logprobs"]["tokens"])
+        assert stats["num_drafts"] - 1 <= drafted.count(False) <= stats["num_drafts"] + 1
+        assert drafted.count(True) == stats["num_accepted_tokens"] > 0
+        assert sum(stats["num_accepted_tokens_per_pos"]) == stats["num_accepted_tokens"]
+        assert stats["num_draft_tokens"] >= stats["num_accepted_tokens"]
+        untold = await whole(app, **asked)
+        assert {"drafted", "speculative_decoding_stats"}.isdisjoint(untold)
+        assert untold["text"] == told["text"]
+        answer = await post(
+            app, "completions", **asked, stream=True, speculative_decoding_stats=True
+        )
+        chunks = [event["choices"][0] for event in events(answer)]
+        assert [flag for chunk in chunks for flag in chunk["drafted"]] == drafted
+        assert chunks[-1]["speculative_decoding_stats"] == stats

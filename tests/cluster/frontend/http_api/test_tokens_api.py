@@ -33,7 +33,11 @@ from tests.cluster.wire import until
 TURNS = [{"role": "user", "content": "the fox?"}]
 TOOL = {"type": "function", "function": {"name": "look"}}
 FEW = from_args(
-    {"frontend": {"prompt_bytes_max": 40}, "scheduler": {"prompt_tokens_max": 9}, "target": "tiny"}
+    {
+        "frontend": {"prompt_bytes_max": 40},
+        "scheduler": {"prompt_tokens_max": 9},
+        "replica.target": "tiny",
+    }
 )
 
 
@@ -143,7 +147,7 @@ async def test_calls_take_turns_off_the_event_loop(held: Held) -> None:
 
 async def test_a_call_counts_as_one_in_flight(held: Held, tmp_path: Path) -> None:
     headers = {"authorization": f"Bearer {add(tmp_path / 'keys', 'alice', requests_max=1)}"}
-    config = from_args({"target": "tiny", "auth": {"keys_file": str(tmp_path / "keys")}})
+    config = from_args({"replica.target": "tiny", "auth": {"keys_file": str(tmp_path / "keys")}})
     async with http_frontend(replicas=0, text=TEXT, config=config) as app:
         asking = asyncio.ensure_future(post(app, "/tokenize", headers, prompt=PROMPT))
         await until(lambda: held.inside > 0)
@@ -169,7 +173,7 @@ async def test_tokens_count_against_the_keys_rate(
 ) -> None:
     key = add(tmp_path / "keys", "alice", tokens_per_minute=15)
     headers = {"authorization": f"Bearer {key}"}
-    config = from_args({"target": "tiny", "auth": {"keys_file": str(tmp_path / "keys")}})
+    config = from_args({"replica.target": "tiny", "auth": {"keys_file": str(tmp_path / "keys")}})
     async with http_frontend(replicas=0, text=TEXT, config=config) as app:
         assert (await post(app, path, headers, **fields)).status == 200
         answer = await post(app, path, headers, **fields)

@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 
-from cluster.frontend.tools import formats
-from cluster.frontend.tools.formats import tool_format
-from cluster.frontend.tools.use import ToolFormat
+from cluster.frontend.tools import detection, tool_format
 from tests.cluster.frontend.http_rig import (
     ASKED,
     HERMES_TEMPLATE,
@@ -106,19 +104,18 @@ WITH_RESULT = (
     "{% if messages[-1].tool_calls %}{{ raise_exception('no result') }}{% endif %}" + HERMES
 )
 KNOWN = {
-    "qwen": (HERMES, ToolFormat.HERMES),
-    "by the other name": (QWEN.replace("KEY", "parameters"), ToolFormat.HERMES),
-    "with its result": (WITH_RESULT, ToolFormat.HERMES),
-    "the tests' own": (HERMES_TEMPLATE, ToolFormat.HERMES),
-    "llama": (LLAMA, ToolFormat.LLAMA),
-    "the tests' own llama": (LLAMA_TEMPLATE, ToolFormat.LLAMA),
+    "qwen": (HERMES, "hermes"),
+    "by the other name": (QWEN.replace("KEY", "parameters"), "hermes"),
+    "with its result": (WITH_RESULT, "hermes"),
+    "the tests' own": (HERMES_TEMPLATE, "hermes"),
+    "llama": (LLAMA, "llama3_json"),
+    "the tests' own llama": (LLAMA_TEMPLATE, "llama3_json"),
 }
 CALL = "{'name': call.function.name, 'parameters': call.function.arguments}"
 UNKNOWN = {
     "none": None,
     "no tools": NO_TOOLS,
     "mentions them": MENTIONS,
-    "qwen coder": QWEN_CODER,
     "by an unknown name": QWEN.replace("KEY", "args"),
     "python's words": HERMES.replace("arguments | tojson", "arguments | string"),
     "escaped": HERMES.replace("arguments | tojson", "arguments | tojson | forceescape"),
@@ -132,27 +129,30 @@ UNKNOWN = {
 
 
 @pytest.mark.parametrize(("template", "form"), KNOWN.values(), ids=KNOWN)
-def test_a_call_that_is_read_back_tells_the_format(template: str, form: ToolFormat) -> None:
-    assert tool_format(template) is form
+def test_a_call_that_is_read_back_tells_the_format(template: str, form: str) -> None:
+    found = tool_format("auto", template)
+    assert found is not None
+    assert found.name == form
 
 
 @pytest.mark.parametrize("template", UNKNOWN.values(), ids=UNKNOWN)
 def test_a_call_that_is_not_read_back_whole_tells_none(template: str | None) -> None:
-    assert tool_format(template) is None
+    assert tool_format("auto", template) is None
 
 
-@pytest.mark.parametrize("choice", ["auto", "required"])
-async def test_tools_are_refused_where_the_format_is_not_known(choice: str) -> None:
-    async with served_tiny(QWEN_CODER) as (_made, app):
-        fields: dict[str, Any] = {"messages": ASKED, "max_tokens": 4}
+async def test_tools_are_refused_where_the_format_is_not_known_and_no_call_is_forced() -> None:
+    async with served_tiny(MENTIONS) as (_made, app):
+        fields: dict[str, Any] = {"messages": ASKED, "max_tokens": 60, "temperature": 0}
         for answer in (
-            await post(app, "chat/completions", **fields, tools=TOOLS, tool_choice=choice),
+            await post(app, "chat/completions", **fields, tools=TOOLS),
             await post(app, "/tokenize", messages=ASKED, tools=TOOLS),
         ):
             assert (answer.status, answer.error["param"]) == (400, "tools")
             assert "a form of calls that is not known" in answer.error["message"]
         plain = await post(app, "chat/completions", **fields, tools=TOOLS, tool_choice="none")
         assert plain.status == 200
+        forced = await post(app, "chat/completions", **fields, tools=TOOLS, tool_choice="required")
+        assert forced.json["choices"][0]["message"]["tool_calls"]
 
 
 def test_a_template_renders_for_this_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,8 +162,9 @@ def test_a_template_renders_for_this_once(monkeypatch: pytest.MonkeyPatch) -> No
         seen.append(template)
         return render(template, *args)
 
-    render = formats.rendered
-    monkeypatch.setattr(formats, "rendered", counted)
+    render = detection.rendered
+    monkeypatch.setattr(detection, "rendered", counted)
     template = HERMES + "{# only here #}"
-    assert [tool_format(template) for _ in range(3)] == [ToolFormat.HERMES] * 3
+    for _ in range(3):
+        assert tool_format("auto", template) is not None
     assert len(seen) == 1

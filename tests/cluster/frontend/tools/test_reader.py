@@ -1,4 +1,4 @@
-"""Proves: calls are read out of a text in either format, and what is none stays text; an object is
+"""Proves: calls are read out of a text in every format, and what is none stays text; an object is
 a call with all the arguments that it has, or content; what a reader has given out after some text
 does not depend on how it was cut, so that a stream says what a whole answer says.
 """
@@ -12,10 +12,8 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
-from cluster.frontend.tools.reader import CallDelta, ToolReader
-from cluster.frontend.tools.use import ToolFormat
+from cluster.frontend.tools import TOOL_FORMATS, CallDelta, ToolFormat, ToolReader
 
-NAMES = frozenset({"weather", "time"})
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
 LLAMA = '{"name": "weather", "parameters": {"city": "Rome"}}'
 NO_TOOL = '{"name": "unknown", "parameters": {}} '
@@ -35,19 +33,97 @@ READ = [
     ("hermes", "<tool_call>no json</tool_call> x", "<tool_call>no json</tool_call> x", []),
     ("hermes", f"<tool_call>{{x {CALL}", "<tool_call>{x ", [ROME]),
     ("hermes", "a <tool_c", "a <tool_c", []),
-    ("llama", LLAMA, "", [ROME]),
-    ("llama", f"{LLAMA}; {LLAMA}", "", [ROME, ROME]),
-    ("llama", f"{LLAMA}; {TYPED} x", "x", [ROME, ("weather", '{"city":"Rome"}')]),
-    ("llama", NO_TOOL, NO_TOOL, []),
-    ("llama", f" {NO_TOOL}{LLAMA}", f" {NO_TOOL}{LLAMA}", []),
-    ("llama", f"{LLAMA}; {NO_TOOL}", NO_TOOL, [ROME]),
-    ("llama", ' {"a": [1', ' {"a": [1', []),
-    ("llama", "text {", "text {", []),
-    ("llama", '{"name": "we', '{"name": "we', []),
+    ("llama3_json", LLAMA, "", [ROME]),
+    ("llama3_json", f"{LLAMA}; {LLAMA}", "", [ROME, ROME]),
+    ("llama3_json", f"{LLAMA}; {TYPED} x", "x", [ROME, ("weather", '{"city":"Rome"}')]),
+    ("llama3_json", NO_TOOL, NO_TOOL, []),
+    ("llama3_json", f" {NO_TOOL}{LLAMA}", f" {NO_TOOL}{LLAMA}", []),
+    ("llama3_json", f"{LLAMA}; {NO_TOOL}", NO_TOOL, [ROME]),
+    ("llama3_json", ' {"a": [1', ' {"a": [1', []),
+    ("llama3_json", "text {", "text {", []),
+    ("llama3_json", '{"name": "we', '{"name": "we', []),
     # By the name of the other format.
     ("hermes", CALL.replace("arguments", "parameters"), "", [ROME]),
-    ("llama", LLAMA.replace("parameters", "arguments"), "", [ROME]),
+    ("llama3_json", LLAMA.replace("parameters", "arguments"), "", [ROME]),
 ]
+TYPES: dict[str, Any] = {
+    "properties": {
+        "city": {"type": "string"},
+        "days": {"type": "integer"},
+        "deep": {"type": "object"},
+        "any": {"anyOf": [{"type": "boolean"}, {"type": "string"}]},
+    }
+}
+NAMES: dict[str, dict[str, Any]] = {"weather": TYPES, "time": {}}
+ARGUMENTS = {"city": ' "Rome"\n<b>', "days": 2, "deep": {"a": [True, None]}, "any": True}
+FULL = [("weather", ARGUMENTS), ("time", {})]
+JSON_TEXT = json.dumps(ARGUMENTS)
+CALLS, CALL_BEGIN, CALL_END, CALLS_END, SEP = (
+    f"<\uff5ctool\u2581{name}\uff5c>"
+    for name in ("calls\u2581begin", "call\u2581begin", "call\u2581end", "calls\u2581end", "sep")
+)
+TAGGED = """<tool_call>
+<function=weather>
+<parameter=city>
+ "Rome"
+<b>
+</parameter>
+<parameter=days>
+2
+</parameter>
+<parameter=deep>
+{"a": [true, null]}
+</parameter>
+<parameter=any>
+True
+</parameter>
+</function>
+</tool_call>
+<tool_call>
+<function=time>
+</function>
+</tool_call>"""
+PAIRS = """<tool_call>weather
+<arg_key>city</arg_key>
+<arg_value> "Rome"
+<b></arg_value>
+<arg_key>days</arg_key>
+<arg_value>2</arg_value>
+<arg_key>deep</arg_key><arg_value>{"a": [True, None]}</arg_value>
+<arg_key>any</arg_key>
+<arg_value>true</arg_value>
+</tool_call><tool_call>time</tool_call>"""
+PYTHON = "[weather(city=' \"Rome\"\\n<b>', days=2, deep={'a': [true, None]}, any=True), time()]"
+KIMI = (
+    "<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>"
+    + JSON_TEXT
+    + "<|tool_call_end|><|tool_call_begin|>functions.time:1<|tool_call_argument_begin|>{}"
+    "<|tool_call_end|><|tool_calls_section_end|>"
+)
+DEEPSEEK = (
+    f"{CALLS}{CALL_BEGIN}function{SEP}weather\n```json\n{JSON_TEXT}\n```{CALL_END}\n"
+    f"{CALL_BEGIN}function{SEP}time\n```json\n{{}}\n```{CALL_END}{CALLS_END}"
+)
+WRITTEN = {
+    "hermes": f'<tool_call>{{"name": "weather", "arguments": {JSON_TEXT}}}</tool_call>'
+    '<tool_call>{"name": "time", "arguments": {}}</tool_call>',
+    "qwen3_coder": TAGGED,
+    "glm45": PAIRS,
+    "mistral": f"[TOOL_CALLS]weather[ARGS]{JSON_TEXT}[TOOL_CALLS]time[ARGS]{{}}",
+    "mistral_json": f'[TOOL_CALLS] [{{"name": "weather", "arguments": {JSON_TEXT}}}, '
+    '{"name": "time", "arguments": {}}]',
+    "deepseek_v3": DEEPSEEK,
+    "deepseek_v31": f"{CALLS}{CALL_BEGIN}weather{SEP}{JSON_TEXT}{CALL_END}{CALL_BEGIN}time{SEP}{{}}"
+    f"{CALL_END}{CALLS_END}",
+    "kimi_k2": KIMI,
+    "gpt_oss": f"<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{JSON_TEXT}"
+    "<|channel|>commentary to=functions.time <|constrain|>json<|message|>{}",
+    "llama3_json": f'{{"name": "weather", "parameters": {JSON_TEXT}}}; '
+    '{"name": "time", "parameters": {}}',
+    "pythonic": PYTHON,
+    "glm4": f"weather\n{JSON_TEXT}\ntime\n{{}}",
+}
+"""Two calls, in each format."""
 ROUND = '{"city": "Rome"}'
 OBJECTS: list[tuple[str, tuple[str, str] | None]] = [
     # What is not said is none.
@@ -89,8 +165,10 @@ OBJECTS: list[tuple[str, tuple[str, str] | None]] = [
     ('{"arguments": {}}', None),
 ]
 PARTS = [CALL, LLAMA, DEEP, NO_TOOL, CALL[:40], LLAMA[:40], "<tool_call>", "</tool_call>", "</tool"]
+PARTS += [*WRITTEN.values(), "[TOOL_CALLS]", "weather", "(", ")", "[", "]", "<parameter=city>\n"]
+PARTS += ["<arg_key>", CALLS, CALL_BEGIN, SEP, "</arg_value>", "\n</parameter>", "</function>"]
 PARTS += [*'{}"\\ <\nx', "; ", '"name": ', '"time", ', '"arguments": ', '"parameters": ']
-FORMATS = st.sampled_from(ToolFormat)
+FORMATS = st.sampled_from(list(TOOL_FORMATS.values()))
 
 
 class Read:
@@ -123,15 +201,38 @@ class Read:
 def test_calls_are_read(
     form: str, written: str, content: str, calls: list[tuple[str, str]]
 ) -> None:
-    assert Read(ToolFormat(form)).push(written, ended=True)[::2] == (content, calls)
+    assert Read(TOOL_FORMATS[form]).push(written, ended=True)[::2] == (content, calls)
 
 
-@pytest.mark.parametrize("form", ToolFormat)
+@pytest.mark.parametrize("form", TOOL_FORMATS.values(), ids=TOOL_FORMATS)
+def test_each_format_is_read(form: ToolFormat) -> None:
+    written = WRITTEN[form.name]
+    lead, trail = ("I look. ", " So.") if form.marker else ("", "")
+    content, _, calls = Read(form).push(lead + written + trail, ended=True)
+    assert [(name, json.loads(arguments)) for name, arguments in calls] == FULL
+    assert content == lead.strip() + trail.strip()
+    forced = ToolReader(form, NAMES, forced=True)
+    for size in range(len(written)):
+        said = ToolReader(form, NAMES, forced=True).push(written[:size], ended=True)[0]
+        assert said == "", "a call that is cut is no content"
+    assert forced.push(written, ended=True)[0] == ""
+
+
+@pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "kimi_k2", "llama3_json"])
+def test_the_end_of_a_call_that_is_cut_is_no_content(name: str) -> None:
+    form, written = TOOL_FORMATS[name], WRITTEN[name]
+    for size in range(
+        written.rindex("}" if name != "qwen3_coder" else "</function>"), len(written)
+    ):
+        assert Read(form).push(written[:size], ended=True)[0] == ""
+
+
+@pytest.mark.parametrize("form", [TOOL_FORMATS["hermes"], TOOL_FORMATS["llama3_json"]])
 @pytest.mark.parametrize(("written", "call"), OBJECTS, ids=[written[:60] for written, _ in OBJECTS])
 def test_an_object_is_a_call_with_all_its_arguments_or_content(
     form: ToolFormat, written: str, call: tuple[str, str] | None
 ) -> None:
-    lead, trail = ("<tool_call>", "</tool_call>") if form is ToolFormat.HERMES else ("", "")
+    lead, trail = ("<tool_call>", "</tool_call>") if form.marker else ("", "")
     content, _, calls = Read(form).push(lead + written + trail, ended=True)
     assert (content, calls) == (("", [call]) if call else (lead + written + trail, []))
 
@@ -179,7 +280,7 @@ def test_whatever_a_target_writes_is_content_or_a_call_in_its_own_words(
     form: ToolFormat, written: str, size: int, rest: str
 ) -> None:
     """Also one that is broken off."""
-    lead = "<tool_call>" if form is ToolFormat.HERMES else ""
+    lead = "<tool_call>" if form.marker else ""
     written = lead + written[: size or None] + rest
     content, calls, whole = Read(form).push(written, ended=True)
     assert calls == whole
@@ -192,6 +293,6 @@ def test_whatever_a_target_writes_is_content_or_a_call_in_its_own_words(
 
 
 def test_arguments_come_while_they_are_written() -> None:
-    read = Read(ToolFormat.LLAMA)
+    read = Read(TOOL_FORMATS["llama3_json"])
     assert read.push(LLAMA[: LLAMA.index("Rome")])[1] == [("weather", '{"city": "')]
     assert json.loads(read.push(LLAMA[LLAMA.index("Rome") :])[2][0][1]) == {"city": "Rome"}

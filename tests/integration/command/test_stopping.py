@@ -26,7 +26,7 @@ from cluster.client.retry import is_repeatable
 from protos import lockstep_pb2 as pb
 from tests.free_ports import free_port
 from tests.integration.conftest import STREAM_TOKENS, Keyed
-from tests.integration.pairs import write_pair
+from tests.integration.pairs import pair_flags, write_pair
 from tests.serving import lockstep_serve
 
 pytestmark = pytest.mark.ray
@@ -193,9 +193,9 @@ def test_what_runs_is_finished_what_is_new_refused_and_nothing_left_on_a_ray_tha
     # There is a GPU for one of the two.
     actors = {"drain_s": GRACE_S, "replica_gpus": 1}
     arguments = [
-        *("--device", "cpu", "--target", str(target), "--draft", str(draft), "--replicas", "2"),
+        *("--device", "cpu", *pair_flags(target, draft, blocks=5500), "--replicas", "2"),
         *("--grpc-port", str(grpc_port), "--http-port", str(http_port), "--torch-threads", "1"),
-        *("--kv-memory-mb", "64", "--actors-config", json.dumps(actors)),
+        *("--actors-config", json.dumps(actors)),
     ]
     with lockstep_serve(arguments, log, somebodys_ray) as process:
         said = " ".join(log.read_text(errors="replace").split())

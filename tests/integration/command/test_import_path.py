@@ -20,7 +20,7 @@ import pytest
 from tests.free_ports import free_port
 from tests.serving import lockstep_serve
 
-_ROOT = Path(__file__).parents[2]
+_ROOT = Path(__file__).parents[3]
 BOUND_S = 120.0
 NAMES = ("h2", "json", "torch", "numpy", "socket", "pickle", "array", "cluster", "replicas")
 MODULE = """
@@ -100,7 +100,16 @@ def test_a_server_and_its_clients_import_nothing_of_where_they_start(
     command = str(downloaded.scripts / "lockstep")
     port = free_port()
     arguments = [
-        *("--target", "tiny", "--device", "cpu", "--torch-threads", "1", "--kv-memory-mb", "16"),
+        *(
+            "--target",
+            "tiny",
+            "--device",
+            "cpu",
+            "--torch-threads",
+            "1",
+            "--num-gpu-blocks-override",
+            "128",
+        ),
         *("--grpc-port", str(port), "--http-port", str(free_port())),
     ]
     with lockstep_serve(

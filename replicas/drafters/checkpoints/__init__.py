@@ -1,0 +1,8 @@
+"""Checkpoints of heads: config.json and named tensors, refused by name where they do not fit."""
+
+from replicas.drafters.checkpoints.tensors import (
+    load_tensors,
+    no_storage,
+    read_config,
+    tensor_names,
+)

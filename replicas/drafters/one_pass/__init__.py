@@ -1,0 +1,6 @@
+"""One-pass drafters, DFlash (arXiv 2602.06036) and DSpark: a few layers that draft a whole block of
+tokens at once from hidden states of the target."""
+
+from replicas.drafters.one_pass.drafter import OnePassDrafter, OnePassSource
+from replicas.drafters.one_pass.head_config import OnePassConfig
+from replicas.drafters.one_pass.weights import load_one_pass, read_one_pass
