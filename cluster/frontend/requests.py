@@ -16,6 +16,9 @@ from scheduler.errors import ContextExceeded, InvalidRequest
 from scheduler.messages import Priority, Request, Sampling
 from scheduler.validation import SEED_MAX, check_request
 
+_EXPECTED = 256
+"""New tokens that load counts where a request sets no limit."""
+
 
 @dataclass(frozen=True, slots=True)
 class RequestFactory:
@@ -68,6 +71,7 @@ class RequestFactory:
             tenant=tenant,
             cache_salt=call.cache_salt,
             decoding=_decoding(call, len(tokens), text, grammar),
+            expected_new_tokens=min(_EXPECTED, most) if call.max_new_tokens is None else None,
         )
         check_request(request, self.config.scheduler, text.spec)
         others = [

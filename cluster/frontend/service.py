@@ -208,7 +208,7 @@ class FrontendService:
             self._factory.check_logprobs(requests)
         # Others came while tokens were made; from here on none can.
         self._check_load(call.sequences)
-        admitted.charge(sum(request.length_max for request in requests))
+        admitted.charge(sum(request.length_expected for request in requests))
         answer = Answer(call, arrived_s, self.router, self._meter, self.config)
         try:
             for request in requests:

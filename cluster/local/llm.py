@@ -58,7 +58,9 @@ class SamplingParams:
     presence_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     bad_words: str | Sequence[str] = ()
+    allowed_token_ids: Sequence[int] = ()
     logprobs: int | None = None
+    logprob_token_ids: Sequence[int] = ()
     prompt_logprobs: int | None = None
     json_schema: str | None = None
     regex: str | None = None
