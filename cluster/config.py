@@ -175,6 +175,15 @@ class AuthConfig(_Settings):
         return self
 
 
+class AuditConfig(_Settings):
+    """Finished requests that are decoded again while replicas idle, to show that nothing but the
+    target had a part in their output."""
+
+    share: float = Field(
+        0.0, ge=0, le=1, description="Of the finished requests that are checked; 0 is none."
+    )
+
+
 class ActorsConfig(_Settings):
     """What the processes ask of Ray. CPUs are for Ray's bookkeeping and limit nothing."""
 
@@ -227,6 +236,7 @@ class ClusterConfig(_Settings):
     server: ServerConfig = ServerConfig()
     auth: AuthConfig = AuthConfig()
     actors: ActorsConfig = ActorsConfig()
+    audit: AuditConfig = AuditConfig()
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Self:

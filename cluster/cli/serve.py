@@ -121,7 +121,8 @@ def serve_until_signal(config: ClusterConfig, verbose: bool = False) -> int:
             terminal.say(
                 f"Lockstep serves {config.replica.target} on {up} of {wanted} replica(s): "
                 f"gRPC on port {config.server.grpc_port}, "
-                f"HTTP on {config.server.http_host}:{config.server.http_port}. "
+                f"HTTP on {config.server.http_host}:{config.server.http_port}, "
+                f"dashboard at http://localhost:{config.server.http_port}/dashboard. "
                 "Ctrl-C stops it."
             )
         told.wait()

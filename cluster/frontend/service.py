@@ -23,7 +23,7 @@ from cluster.frontend.answer import Answer
 from cluster.frontend.answer_formats import AnswerFormats
 from cluster.frontend.bounded import BoundedWork
 from cluster.frontend.calls import GenerateCall, call_field, check_call, check_number
-from cluster.frontend.pool_session import ShardRouter
+from cluster.frontend.pool_session import Audit, ShardRouter
 from cluster.frontend.prompts import ChatPrompt, Prompt
 from cluster.frontend.requests import RequestFactory
 from cluster.frontend.status_codes import Refusal, Refused, refusal_of_error
@@ -76,6 +76,7 @@ class FrontendService:
         self._factory = RequestFactory(text, config)
         self._meter = meter or FrontendMeter()
         self.router = ShardRouter(pools, config, name, self._meter)
+        self.audit = Audit(config.audit, self.router, self._meter)
         self.admission = AdmissionControl(config.auth, config.frontend)
         # Each holds up all else of this process for a tenth of a second when it has a long text.
         self._tokenizers = ThreadPoolExecutor(2, "tokenizer")
@@ -90,12 +91,15 @@ class FrontendService:
         if self._owns_bounded:
             self.bounded.start()
         self.router.start()
+        self.audit.start()
 
     def check(self) -> None:
         """Raises RuntimeError when the loops between frontend and pool have died."""
         self.router.check()
+        self.audit.check()
 
     async def close(self) -> None:
+        await self.audit.close()
         await self.router.close()
         if self._owns_bounded:
             self.bounded.close()
@@ -127,7 +131,7 @@ class FrontendService:
     async def overviews(self, caller: Caller) -> dict[int, PoolOverview]:
         """What the shards are doing, by their numbers. Raises Refused."""
         with self.refusals():
-            self.admission.check_operator(caller, local=False)
+            self.admission.check_operator(caller)
             return await self.router.overviews()
 
     def check_caller(self, caller: Caller) -> None:
@@ -157,6 +161,9 @@ class FrontendService:
                 raise
             finally:
                 admitted.used = answer.close()
+                for sequence in answer.sequences:
+                    live = sequence.live
+                    self.audit.offer(live, call.request_id or live.pool_id)
 
     @contextmanager
     def refusals(self, call: GenerateCall | None = None) -> Iterator[None]:

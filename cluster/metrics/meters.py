@@ -150,6 +150,12 @@ class FrontendMeter(_Meter):
             self._count("lockstep_first_token_seconds", first_token_s)
         self._count("lockstep_request_seconds", total_s, {"status": status})
 
+    def audited(self, tokens: int, differs: bool) -> None:
+        """A finished request was decoded again, and so many of its tokens were compared."""
+        self._count("lockstep_audited_requests", 1)
+        self._count("lockstep_audited_tokens", tokens)
+        self._count("lockstep_audit_mismatches", differs)
+
     def take(self) -> list[Sum]:
         """What was counted since the last time."""
         return self._sums.take()

@@ -149,6 +149,13 @@ METRICS: Mapping[str, Metric] = {
         bounds=_ANSWER_S,
         vllm=("e2e_request_latency_seconds",),
     ),
+    "lockstep_audited_requests": Metric(
+        "Counter", "Finished requests that were decoded again by the target alone."
+    ),
+    "lockstep_audited_tokens": Metric("Counter", "Their tokens that were compared."),
+    "lockstep_audit_mismatches": Metric(
+        "Counter", "Requests of them whose output was not the target's. Any is a fault."
+    ),
     "lockstep_calls_refused": Metric(
         "Counter", "Calls refused by a frontend or the pool, by status code.", ("status",)
     ),

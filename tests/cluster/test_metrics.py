@@ -42,6 +42,7 @@ def counts_of_a_pool(meter: PoolMeter) -> None:
 
 def counts_of_a_frontend(meter: FrontendMeter) -> None:
     meter.refused(StatusCode.UNAUTHENTICATED)
+    meter.audited(8, differs=True)
     for _ in range(2):
         meter.chunk()
         meter.chunk()

@@ -220,18 +220,15 @@ class AdmissionControl:
             raise Unauthenticated("authorization: no valid API key; send 'Bearer <key>'")
         return entry
 
-    def check_operator(self, caller: Caller, local: bool = True) -> None:
-        """Whether the caller may see what concerns all callers: on this machine without a key,
-        unless `local` is False and there are keys; else with one that has the right. A server
-        for anyone shows it to nobody else. Raises Unauthenticated and NotAllowed."""
-        if caller.on_loopback and (local or not self._auth.has_keys):
-            return
+    def check_operator(self, caller: Caller) -> None:
+        """Whether the caller may see what concerns all callers: without keys on this machine, with
+        keys by one that has the right. Raises Unauthenticated and NotAllowed."""
         entry = self.check(caller)
-        if entry is None or not entry.operator:
+        if not (caller.on_loopback if entry is None else entry.operator):
             raise NotAllowed(
                 "authorization",
-                "only callers on the server's own machine and keys made with `lockstep keys add "
-                "--operator` see this",
+                "this is for keys made with `lockstep keys add --operator`, and on a server"
+                " without keys for callers on its own machine",
             )
 
     def admit(

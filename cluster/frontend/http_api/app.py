@@ -11,11 +11,11 @@ from grpc import StatusCode
 from starlette.exceptions import HTTPException
 
 from cluster.frontend.http_api.bodies import IGNORED_HEADER, IgnoredNames
+from cluster.frontend.http_api.dashboard.api import operator_router
 from cluster.frontend.http_api.edge import UNEXPECTED, refusal_response
 from cluster.frontend.http_api.error_body import error_body
 from cluster.frontend.http_api.guard import guard_of
 from cluster.frontend.http_api.openai_api import openai_router
-from cluster.frontend.http_api.operator_api import operator_router
 from cluster.frontend.http_api.server_api import server_router
 from cluster.frontend.http_api.tokens_api import tokens_router
 from cluster.frontend.service import FrontendService

@@ -6,22 +6,23 @@ import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, pairwise, zip_longest
+from itertools import chain, zip_longest
 from typing import Any
 
 from cluster.frontend.answer import Answer, AnswerSequence
 from cluster.frontend.calls import Delta, GenerateCall, SequenceEnd
+from cluster.frontend.http_api import speculation
 from cluster.frontend.http_api.bodies import ChatRequest, GenerationRequest
 from cluster.frontend.http_api.bodies.parts import StreamOptions
 from cluster.frontend.http_api.event_ids import EventId, Place
-from cluster.frontend.http_api.text_offsets import TextOffsets
+from cluster.frontend.http_api.text_offsets import TextOffsets, TokenNames
 from cluster.frontend.json_codec import LongArray, json_array, json_pieces
 from cluster.frontend.prompts import TextPrompt
 from cluster.frontend.target_text import TargetText
 from cluster.frontend.text import CHARACTER_BYTES, Detokenizer, special_ids
 from cluster.frontend.tools import CallDelta, ToolCall
 from scheduler.decoding import TokenLogprobs
-from scheduler.messages import FinishReason, Usage
+from scheduler.messages import FinishReason
 
 _FINISH_REASONS: Mapping[FinishReason, str] = {
     FinishReason.STOP: "stop",
@@ -76,7 +77,9 @@ class OpenAIAnswer:
         self._seed = 0
         self._written: list[_Written] = []
         self._ends: dict[int, SequenceEnd] = {}
-        self._names: dict[int, str] = {}
+        self._names = TokenNames(
+            text, asked.return_tokens_as_token_ids, bool(asked.logprob_token_ids)
+        )
 
     def begin(self, answer: Answer) -> None:
         self._seed = answer.seed(0) or 0
@@ -160,7 +163,7 @@ class OpenAIAnswer:
         if asked.speculative_decoding_stats:
             said["drafted"] = list(delta.drafted)
             if end is not None:
-                said["speculative_decoding_stats"] = _stats(end.usage)
+                said["speculative_decoding_stats"] = speculation.stats(end.usage)
         if first and not self._chat:
             said |= self._asked_of_prompt(written)
         reason = None
@@ -245,9 +248,9 @@ class OpenAIAnswer:
         costs: dict[str, Any] = {"usage": self._usage()}
         if len(self._ends) == 1:
             [end] = self._ends.values()
-            costs["metrics"] = _times(end)
+            costs["metrics"] = speculation.times(end)
             if end.usage.draft_tokens:
-                costs["metrics"]["speculative_decoding"] = _speculation(end.usage)
+                costs["metrics"]["speculative_decoding"] = speculation.steps(end.usage)
         if self._chat and not self.asked.stream:
             costs |= self._asked_of_prompt(self._written[0])
         return costs
@@ -267,67 +270,22 @@ class OpenAIAnswer:
             at = len(self.asked.committed_token_ids)
             seen = written.sequence.live.tokens[at : at + before]
             self._logprobs([*self._of_prompt(written), *((token, None) for token in seen)], written)
-        names = [self._name(token) for token, _ in told]
+        names = [self._names.name(token) for token, _ in told]
         pairs = zip(told, names, strict=True)
         offsets = [self._offset(token, name, written) for (token, _), name in pairs]
         return {
-            "tokens": json_array(told, lambda of: self._shown(of[0])),
+            "tokens": json_array(told, lambda of: self._names.shown(of[0])),
             "token_logprobs": json_array(told, lambda of: None if of[1] is None else of[1].logprob),
-            "top_logprobs": json_array(told, self._top),
+            "top_logprobs": json_array(told, self._names.top),
             "text_offset": json_array(offsets, int),
         }
 
-    def _top(self, told: tuple[int, TokenLogprobs | None]) -> dict[str, float] | None:
-        """Tokens that are part of a character may have one name: the likeliest has it."""
-        token, said = told
-        top = dict[str, float]()
-        for other, logprob in () if said is None else (*said.top, (token, said.logprob)):
-            top.setdefault(self._shown(other), logprob)
-        return top or None
-
     def _chat_logprobs(self, told: Sequence[tuple[int, TokenLogprobs | None]]) -> dict[str, Any]:
         known = [(token, said) for token, said in told if said is not None]
-        return {"content": json_array(known, self._token_of_chat), "refusal": None}
-
-    def _token_of_chat(self, told: tuple[int, TokenLogprobs]) -> dict[str, Any]:
-        token, said = told
-        given = list(said.top)
-        if self.asked.logprob_token_ids and all(other != token for other, _ in given):
-            given.append((token, said.logprob))
-        top = [self._named(*other) for other in given]
-        return self._named(token, said.logprob) | {"top_logprobs": top}
-
-    def _named(self, token: int, logprob: float) -> dict[str, Any]:
-        return {
-            "token": self._shown(token),
-            "logprob": logprob,
-            "bytes": list(self._text.token_bytes(token)),
-        }
+        return {"content": json_array(known, self._names.of_chat), "refusal": None}
 
     def _prompt_logprobs(self, written: _Written) -> list[Any] | LongArray:
-        return json_array(written.told_of_prompt, self._ranked)
-
-    def _ranked(self, told: tuple[int, TokenLogprobs | None]) -> dict[str, Any] | None:
-        """The likeliest tokens and the one that stands there, by their ids."""
-        token, said = told
-        if said is None:
-            return None
-        ranks = {other: (rank, value) for rank, (other, value) in enumerate(said.top, 1)}
-        ranks[token] = (said.rank, said.logprob)
-        return {
-            str(other): {"logprob": value, "rank": rank, "decoded_token": self._name(other)}
-            for other, (rank, value) in ranks.items()
-        }
-
-    def _shown(self, token: int) -> str:
-        """As log-probabilities name it."""
-        return f"token_id:{token}" if self.asked.return_tokens_as_token_ids else self._name(token)
-
-    def _name(self, token: int) -> str:
-        if (name := self._names.get(token)) is None:
-            name = self._text.token_bytes(token).decode(errors="replace")
-            self._names[token] = name
-        return name
+        return json_array(written.told_of_prompt, self._names.ranked)
 
     def _offset(self, token: int, name: str, written: _Written) -> int:
         """Where the token stands in the text. A special one has no place in an answer, and in a
@@ -387,38 +345,3 @@ def _call_parts(calls: Iterable[CallDelta]) -> list[dict[str, Any]]:
 def _called(call: ToolCall) -> dict[str, Any]:
     function = {"name": call.name, "arguments": call.arguments}
     return {"id": call.id, "type": "function", "function": function}
-
-
-def _times(end: SequenceEnd) -> dict[str, Any]:
-    """In vLLM's shape."""
-    new, writing_s = end.completion_tokens, max(end.total_s - end.first_token_s, 0.0)
-    times = {
-        "time_to_first_token_ms": end.first_token_s * 1e3,
-        "generation_time_ms": writing_s * 1e3,
-        "queue_time_ms": end.usage.queued_s * 1e3,
-        "tokens_per_second": new / end.total_s if end.total_s > 0 else 0.0,
-    }
-    return times | ({"mean_itl_ms": writing_s * 1e3 / (new - 1)} if new > 1 else {})
-
-
-def _stats(usage: Usage) -> dict[str, Any]:
-    return {
-        "num_drafts": usage.drafts,
-        "num_draft_tokens": usage.draft_tokens,
-        "num_accepted_tokens": usage.accepted_tokens,
-        "num_accepted_tokens_per_pos": list(usage.accepted_at),
-    }
-
-
-def _speculation(usage: Usage) -> dict[str, Any]:
-    """In vLLM's shape, which benchmarks read. A step always emits a token besides the accepted."""
-    reached = (usage.steps, *usage.accepted_at, 0)
-    return {
-        "mean_acceptance_length": (usage.steps + usage.accepted_tokens) / usage.steps,
-        "draft_acceptance_rate": usage.accepted_tokens / usage.draft_tokens,
-        # Entry j: the steps that accepted exactly j tokens.
-        "acceptance_histogram": [at_least - more for at_least, more in pairwise(reached)],
-        "num_accepted_draft_tokens": usage.accepted_tokens,
-        "num_draft_tokens": usage.draft_tokens,
-        "num_spec_steps": usage.steps,
-    }

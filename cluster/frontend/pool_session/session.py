@@ -36,6 +36,7 @@ from cluster.transport import Stream, StreamLost
 from scheduler.messages import (
     Cancel,
     Emit,
+    FailureRecord,
     Finish,
     FinishReason,
     RecordFailure,
@@ -102,9 +103,14 @@ class PoolSession:
 
     # ------------------------------------------------------------------ requests
 
-    def submit(self, request: Request, timeout_s: float) -> InFlightRequest:
-        """Hand a request to the pool; its id is replaced by one of this session."""
-        live = InFlightRequest(request, self._clock() + timeout_s, list(request.committed))
+    def submit(
+        self, request: Request, timeout_s: float, record: FailureRecord | None = None
+    ) -> InFlightRequest:
+        """Hand a request to the pool; its id is replaced by one of this session. `record`: what
+        counts against it already."""
+        deadline_s = self._clock() + timeout_s
+        live = InFlightRequest(request, deadline_s, list(request.committed))
+        live.record = record or live.record
         self._take_over(live)
         return live
 

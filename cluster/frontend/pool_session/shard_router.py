@@ -22,7 +22,7 @@ from cluster.metrics import FrontendMeter
 from cluster.pool.protocol import PoolOverview, PoolPort, PoolUnreachable, PoolView, merged_view
 from cluster.transport import NotEncodable, encode
 from scheduler.errors import InvalidRequest
-from scheduler.messages import Request
+from scheduler.messages import FailureRecord, Request
 from scheduler.scaling import ShardLoad, choose_shard
 
 log = logging.getLogger("lockstep.frontend")
@@ -71,7 +71,9 @@ class ShardRouter:
         """Set while a shard accepts no new request: they are all told to stop, one by one."""
         self._mover: asyncio.Task[None] | None = None
 
-    def submit(self, request: Request, timeout_s: float) -> InFlightRequest:
+    def submit(
+        self, request: Request, timeout_s: float, record: FailureRecord | None = None
+    ) -> InFlightRequest:
         """Hand a request to the shard that will be done with it first.
 
         Raises InvalidRequest for one that cannot be sent: a session would try it again and again.
@@ -81,7 +83,7 @@ class ShardRouter:
         except NotEncodable as error:
             raise InvalidRequest("request", str(error)) from None
         shard = self._choose(request, request.max_new_tokens - len(request.committed))
-        live = self.sessions[shard].submit(request, timeout_s)
+        live = self.sessions[shard].submit(request, timeout_s, record)
         live.shard = shard
         return live
 
@@ -98,6 +100,13 @@ class ShardRouter:
         """The longest content that a replica holds, as far as is known here; else infinite."""
         loads = [session.load for session in self.sessions if session.load.serving]
         return max((load.length_max for load in loads), default=math.inf)
+
+    @property
+    def idle(self) -> bool:
+        """Whether no shard that answers has anything to do, as far as is known here."""
+        loads = [session.load for session in self.sessions]
+        busy = self.unfinished or any(load.outstanding_tokens for load in loads if load.answers)
+        return self.ready and not busy
 
     @property
     def ready(self) -> bool:

@@ -8,7 +8,7 @@ from importlib.resources import files
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
-from cluster.frontend.dashboard.data import dashboard_data
+from cluster.frontend.http_api.dashboard.data import dashboard_data
 from cluster.frontend.http_api.edge import caller_of
 from cluster.frontend.service import FrontendService
 from cluster.metrics.exposition import CONTENT_TYPE
@@ -22,9 +22,8 @@ _POLICY = (
 
 
 def operator_router(service: FrontendService) -> APIRouter:
-    """What is counted is open on the server's own machine, elsewhere to keys with the right; so is
-    what the page shows, but with keys on no machine without one. Its files are open: they tell
-    nothing."""
+    """What the server does is told to operators alone; the page's files, which tell nothing, to
+    everybody."""
     router = APIRouter()
 
     @router.get("/metrics")
@@ -45,7 +44,7 @@ def operator_router(service: FrontendService) -> APIRouter:
 
 
 def _served(name: str, kind: str) -> Callable[[], Awaitable[Response]]:
-    content = files("cluster.frontend.dashboard").joinpath(name).read_bytes()
+    content = files("cluster.frontend.http_api.dashboard").joinpath(name).read_bytes()
     headers = {
         "content-security-policy": _POLICY,
         "x-content-type-options": "nosniff",

@@ -1,7 +1,11 @@
-"""Proves: /metrics tells what the server has counted, to those who may see it alone."""
+"""Proves: /metrics and the dashboard tell what the server does, to those who may see it alone; a
+browser may load and call nothing but the server for it.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +15,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from cluster.config_sources import from_args
 from cluster.frontend.admission.keys import add
 from cluster.frontend.http_api.app import http_app
-from cluster.frontend.http_api.operator_api import CONTENT_TYPE
+from cluster.frontend.http_api.dashboard.api import CONTENT_TYPE
 from tests.cluster.frontend.http_rig import http, post
-from tests.cluster.frontend.rig import frontend
+from tests.cluster.frontend.rig import PROMPT, PROMPT_IDS, frontend
 from tests.cluster.wire import until
 
 
@@ -51,15 +55,17 @@ async def test_the_page_counts_what_was_answered() -> None:
         assert found["lockstep_replicas"] == 1
 
 
-@pytest.mark.parametrize("path", ["/metrics"])
-async def test_only_this_machine_and_operators_see_it(tmp_path: Path, path: str) -> None:
+@pytest.mark.parametrize("path", ["/metrics", "/dashboard/data"])
+async def test_only_operators_and_without_keys_this_machine_see_it(
+    tmp_path: Path, path: str
+) -> None:
     keys = tmp_path / "keys.yaml"
     common, operator = add(keys, "alice"), add(keys, "ops", operator=True)
     keyed = from_args({"auth": {"keys_file": str(keys)}})
     anyone = from_args({"auth": {"allow_anyone": True}})
     forwarded = {"x-forwarded-for": "10.0.0.9"}
     cases = [
-        (keyed, "127.0.0.1", {}, 200),
+        (keyed, "127.0.0.1", {}, 401),
         (keyed, "127.0.0.1", forwarded, 401),
         (keyed, "10.0.0.9", {}, 401),
         (keyed, "10.0.0.9", {"authorization": f"Bearer {common}"}, 403),
@@ -73,3 +79,40 @@ async def test_only_this_machine_and_operators_see_it(tmp_path: Path, path: str)
         async with frontend(config=config) as made:
             answer = await http(http_app(made.service), path=path, headers=headers, client=client)
             assert answer.status == status, (client, headers)
+
+
+async def test_the_page_shows_what_runs_and_no_text() -> None:
+    async with frontend(step_s=0.02) as made:
+        app = http_app(made.service)
+        asked = asyncio.create_task(post(app, "completions", prompt=PROMPT, max_tokens=64))
+        seen: dict[str, Any] = {}
+
+        async def runs() -> bool:
+            seen.update((await http(app, path="/dashboard/data")).json)
+            return bool(seen["requests"] and len(seen["batches"]) > 2)
+
+        while not await runs():
+            await until(lambda: True)
+        [replica], [request] = seen["replicas"], seen["requests"]
+        assert request["replica_id"] == replica["id"]
+        assert request["prompt_tokens"] == len(PROMPT_IDS)
+        assert 0 < request["new_tokens"] <= request["new_tokens_max"] == 64
+        newest, *_, oldest = seen["batches"]
+        assert (oldest["kind"], newest["kind"]) == ("prefill", "speculate")
+        assert newest["id"] > oldest["id"]
+        assert (newest["rows"], newest["shortest"]) == (1, newest["longest"])
+        assert seen["running"] == seen["serving"] == 1
+        assert not {"prompt", "text", "tokens", "committed"} & set(request)
+        asked.cancel()
+
+
+async def test_its_files_may_load_nothing_from_elsewhere() -> None:
+    async with frontend() as made:
+        app = http_app(made.service)
+        for path in ("/dashboard", "/dashboard/page.css", "/dashboard/page.js"):
+            answer = await http(app, path=path)
+            assert answer.status == 200
+            policy = answer.headers["content-security-policy"]
+            sources = [part.split()[1:] for part in policy.split("; ")]
+            assert {word for part in sources for word in part} <= {"'none'", "'self'", "data:"}
+            assert not re.search(r"https?://|url\(|@import", answer.body.decode())

@@ -1,0 +1,1 @@
+"""What operators see over HTTP: metrics, and a page of three files that needs no other host."""
