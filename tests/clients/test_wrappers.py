@@ -1,5 +1,5 @@
-"""Proves: litellm, langchain-openai, instructor and pydantic-ai, each by its own package, get from a
-served Lockstep the text of transformers' `generate`, and typed answers.
+"""Proves: litellm, langchain-openai, instructor and pydantic-ai, each by its own package, get from
+a served Lockstep the text of transformers' `generate`, and typed answers.
 """
 
 from __future__ import annotations
@@ -20,9 +20,7 @@ def test_packages_around_the_openai_package_get_their_answers(
     served: Served, run: Run, plain: Plain
 ) -> None:
     script = Path(__file__).with_name("wrapper_calls.py")
-    said = json.loads(
-        run("python", script, f"{served.http}/v1", NAME, given=json.dumps(QUESTIONS))
-    )
+    said = json.loads(run("python", script, f"{served.http}/v1", NAME, given=json.dumps(QUESTIONS)))
     turns = [{"role": role, "content": str(QUESTIONS[role])} for role in ("system", "user")]
     text = plain.text(plain.prompt(turns), 24)
     for package in ("litellm", "langchain", "pydantic_ai"):

@@ -260,10 +260,10 @@ def test_outputs_are_those_of_the_plain_loop(
 ) -> None:
     replica = asked_replica(drafter)
     outputs = run_staggered(replica, requests(), rows_max, draft_len, seed=rows_max)
-    for request, output, one in zip(requests(), outputs, alone(), strict=True):
+    for request, output, expected in zip(requests(), outputs, alone(), strict=True):
         agree(request, output)
-        assert output.logprobs == one.logprobs, "the same bits"
-    ended = [plainly(one)[0][-1] == EOS for one in requests() if one.decoding.grammar]
+        assert output.logprobs == expected.logprobs, "the same bits"
+    ended = [plainly(request)[0][-1] == EOS for request in requests() if request.decoding.grammar]
     assert any(ended), "a grammar comes to its end within the limit"
 
 

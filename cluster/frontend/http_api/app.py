@@ -15,7 +15,9 @@ from cluster.frontend.http_api.dashboard.api import operator_router
 from cluster.frontend.http_api.edge import UNEXPECTED, refusal_response
 from cluster.frontend.http_api.error_body import error_body
 from cluster.frontend.http_api.guard import guard_of
+from cluster.frontend.http_api.messages import messages_router
 from cluster.frontend.http_api.openai_api import openai_router
+from cluster.frontend.http_api.responses import responses_router
 from cluster.frontend.http_api.server_api import server_router
 from cluster.frontend.http_api.tokens_api import tokens_router
 from cluster.frontend.service import FrontendService
@@ -85,6 +87,8 @@ def http_app(service: FrontendService) -> FastAPI:
     unknown = IgnoredNames()
     app.include_router(server_router(service), dependencies=[guard])
     app.include_router(openai_router(service, unknown), dependencies=[guard])
+    app.include_router(messages_router(service, unknown), dependencies=[guard])
+    app.include_router(responses_router(service, unknown), dependencies=[guard])
     app.include_router(tokens_router(service, unknown), dependencies=[guard])
     app.include_router(operator_router(service), dependencies=[guard])
     return app

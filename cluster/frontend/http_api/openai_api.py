@@ -6,15 +6,16 @@ Only translates, like the gRPC edge. `bodies` says which parameters are taken.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from cluster.frontend.answer import Answer
 from cluster.frontend.calls import Delta, GenerateCall
 from cluster.frontend.http_api.bodies import (
     ChatRequest,
@@ -36,7 +37,7 @@ from cluster.frontend.http_api.event_ids import EventId
 from cluster.frontend.http_api.long_json import header_lines, send_json, send_pieces
 from cluster.frontend.http_api.openai_answers import OpenAIAnswer
 from cluster.frontend.service import FrontendService
-from cluster.frontend.status_codes import Refused
+from cluster.frontend.status_codes import Refusal, Refused
 
 log = logging.getLogger("lockstep.frontend")
 
@@ -74,7 +75,7 @@ def openai_router(service: FrontendService, unknown: IgnoredNames) -> APIRouter:
                 call = replace(call, drawn_seed=last.seed, seen_tokens=seen)
             shape = OpenAIAnswer(asked, service.text, last)
             call = replace(call, request_id=call.request_id or shape.id)
-        return _CallResponse(service, call, shape, given.headers)
+        return CallResponse(service, call, shape, given.headers)
 
     return router
 
@@ -87,7 +88,26 @@ def _taken(
     return taken(kind, fields, refuse_unknown)
 
 
-class _CallResponse(Response):
+class AnswerShape(Protocol):
+    """What an endpoint says of an answer."""
+
+    @property
+    def asked(self) -> GenerationRequest: ...
+
+    def begin(self, answer: Answer) -> None: ...
+
+    def whole(self, deltas: Iterable[Delta]) -> Iterable[str]:
+        """Its text, in pieces; `deltas`: one of each sequence, with all of it."""
+
+    def next_event(self, delta: Delta) -> Iterable[str] | None: ...
+
+    def last_events(self) -> Iterator[Iterable[str]]: ...
+
+    def event(self, said: dict[str, Any]) -> Iterable[str]:
+        """Of a body, an error's too."""
+
+
+class CallResponse(Response):
     """Opens the call, sends its answer and closes it. Serve cancels it when its client leaves.
 
     A refusal that comes before the first event of a stream has its own status; a later one is an
@@ -98,7 +118,7 @@ class _CallResponse(Response):
         self,
         service: FrontendService,
         call: GenerateCall,
-        shape: OpenAIAnswer,
+        shape: AnswerShape,
         headers: Mapping[str, str],
     ) -> None:
         super().__init__()
@@ -106,6 +126,10 @@ class _CallResponse(Response):
         self._service = service
         self._call = call
         self._shape = shape
+
+    def refusal_response(self, refusal: Refusal) -> Response:
+        """Where nothing was sent yet."""
+        return refusal_response(refusal, self._more)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         shape, deltas, streaming = self._shape, list[Delta](), False
@@ -132,7 +156,7 @@ class _CallResponse(Response):
         except Refused as refused:
             refusal = shape.asked.renamed(refused.refusal)
             if not streaming:
-                await refusal_response(refusal, self._more)(scope, receive, send)
+                await self.refusal_response(refusal)(scope, receive, send)
                 return
             await send_pieces(send, shape.event(refusal_body(refusal)), turns)
         except Exception:

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 from pydantic import ConfigDict, ValidationInfo, model_validator
 
 from cluster.error_messages import Strict, did_you_mean, validated
-from cluster.frontend.http_api.bodies.parameters import PARAMETERS, Kind
+from cluster.frontend.http_api.bodies.parameters import PARAMETERS, TOPS, Kind
 
 log = logging.getLogger("lockstep.frontend")
 
@@ -79,6 +79,8 @@ class Known(Strict):
         """Whether a name that is no field stays, for the model to refuse it. Raises ValueError for
         one that is not supported."""
         parameter = PARAMETERS.get(cls.place + name)
+        if parameter is None and cls.place in TOPS:
+            parameter = PARAMETERS.get(name)
         if parameter is not None:
             if parameter.kind is Kind.SUPPORTED:
                 raise ValueError(f"{name}: not a parameter of this request")

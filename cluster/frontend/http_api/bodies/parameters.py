@@ -40,6 +40,9 @@ def _refused(about: str, *neutral: Any) -> Parameter:
     return Parameter(Kind.REFUSED, about, neutral)
 
 
+TOPS = ("responses.", "anthropic.")
+"""Places of whole bodies that have names of their own, besides those without a place."""
+
 PARAMETERS: Mapping[str, Parameter] = {
     # ---------------------------------------------------------------- what is asked
     "model": _supported("the served model's name; may be left out"),
@@ -235,4 +238,54 @@ PARAMETERS: Mapping[str, Parameter] = {
     # ---------------------------------------------------------------- tokens alone
     "tokens": _supported("ids to make a text of"),
     "return_token_strs": _supported("the text of each token"),
+    # ---------------------------------------------------------------- of Responses
+    "responses.input": _supported("a text, or items: messages, calls, results, reasoning"),
+    "responses.instructions": _supported("the system's turn, of this response alone"),
+    "responses.previous_response_id": _supported("a stored response that the input goes on with"),
+    "responses.store": _supported("whether the response is kept, as long as there is room"),
+    "responses.background": _supported("answer at once, and write later; see `store`"),
+    "responses.max_output_tokens": _supported("the most new tokens"),
+    "responses.include": _supported("`message.output_text.logprobs`; others have no effect"),
+    "responses.text": _supported("`format`: `text`, `json_object`, `json_schema`"),
+    "responses.reasoning": _supported("`effort`, for the chat template"),
+    "responses.metadata": _supported("the client's own notes, which come back"),
+    "responses.enable_response_messages": _supported("the prompt and the answer with their tokens"),
+    "responses.truncation": _refused("inputs are taken whole", "disabled", "auto"),
+    "responses.max_tool_calls": _free("the server calls no tool itself"),
+    "responses.conversation": _refused("send `previous_response_id`"),
+    "responses.prompt": _refused("the server has no prompts of its own"),
+    "responses.context_management": _refused("inputs are taken whole", []),
+    "responses.input.id": _free("names an item"),
+    "responses.input.status": _free("comes with answers"),
+    "responses.input.phase": _free("comes with answers"),
+    "responses.input.encrypted_content": _free("reasoning is read from `content`"),
+    "responses.reasoning.summary": _free("reasoning is told as it is"),
+    "responses.reasoning.generate_summary": _free("reasoning is told as it is"),
+    "responses.text.verbosity": _free("say it in a turn"),
+    # ---------------------------------------------------------------- of Messages
+    "anthropic.messages": _supported("turns of texts, calls, results and thinking"),
+    "anthropic.system": _supported("the system's turn"),
+    "anthropic.stop_sequences": _supported("the answer ends before the first"),
+    "anthropic.tools": _supported("functions, with `input_schema`"),
+    "anthropic.tool_choice": _supported("`auto`, `any`, `none`, or one `tool`"),
+    "anthropic.thinking": _supported("for the chat template, with `budget_tokens`"),
+    "anthropic.output_config": _supported("`format`: a JSON schema; `effort`"),
+    "anthropic.output_format": _refused("send `output_config`"),
+    "anthropic.container": _refused("the server runs no code"),
+    "anthropic.mcp_servers": _refused("the server calls no tool itself", []),
+    "anthropic.context_management": _refused("conversations are taken whole", {}),
+    "anthropic.inference_geo": _free("the server is where it is"),
+    "anthropic.speed": _free("`priority` orders requests"),
+    "anthropic.cache_control": _free("prefixes are kept without being told"),
+    "anthropic.messages.content.cache_control": _free("prefixes are kept without being told"),
+    "anthropic.messages.content.citations": _free("comes with answers"),
+    "anthropic.messages.content.signature": _free("comes with answers"),
+    "anthropic.messages.content.data": _free("comes with answers"),
+    "anthropic.messages.content.is_error": _free("say it in the content"),
+    "anthropic.messages.content.caller": _free("comes with answers"),
+    "anthropic.tools.cache_control": _free("prefixes are kept without being told"),
+    "anthropic.tools.defer_loading": _free("the template is told of all tools"),
+    "anthropic.tools.eager_input_streaming": _free("arguments come as they are written"),
+    "anthropic.tools.input_examples": _free("say them in the description"),
+    "anthropic.thinking.display": _free("reasoning is told as it is"),
 }

@@ -6,13 +6,19 @@ import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from pydantic import BaseModel
+
 from cluster.frontend.http_api.bodies import ChatRequest, CompletionRequest, Detokenize, Tokenize
-from cluster.frontend.http_api.bodies.parameters import PARAMETERS, Kind, Parameter
+from cluster.frontend.http_api.bodies.messages import MessagesRequest
+from cluster.frontend.http_api.bodies.parameters import PARAMETERS, TOPS, Kind, Parameter
+from cluster.frontend.http_api.bodies.responses import ResponsesRequest
 
 PAGE = Path(__file__).parents[5] / "docs" / "parameters.md"
-MODELS = {
+MODELS: dict[str, type[BaseModel]] = {
     "completions": CompletionRequest,
     "chat": ChatRequest,
+    "responses": ResponsesRequest,
+    "anthropic": MessagesRequest,
     "tokenize": Tokenize,
     "detokenize": Detokenize,
 }
@@ -40,8 +46,10 @@ def _of(kind: Kind) -> list[tuple[str, Parameter]]:
 def _supported() -> Iterator[str]:
     yield from ("## Supported", "", "| name | for | |", "|---|---|---|")
     for name, entry in _of(Kind.SUPPORTED):
-        top = name.partition(".")[0]
+        top, _, inner = name.partition(".")
         wanted = [word for word, model in MODELS.items() if top in model.model_fields]
+        if f"{top}." in TOPS:
+            wanted, name = [top], inner
         yield f"| `{name}` | {', '.join(wanted)} | {entry.about} |"
 
 

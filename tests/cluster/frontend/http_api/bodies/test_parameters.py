@@ -14,7 +14,16 @@ from pydantic import BaseModel
 
 from cluster.config_sources import from_args
 from cluster.frontend.http_api.bodies import IgnoredNames, Known
-from cluster.frontend.http_api.bodies.parameters import PARAMETERS, Kind
+from cluster.frontend.http_api.bodies.messages import (
+    Block,
+    MessagesRequest,
+    MessageTool,
+    MessageToolChoice,
+    MessageTurn,
+    OutputConfig,
+    Thinking,
+)
+from cluster.frontend.http_api.bodies.parameters import PARAMETERS, TOPS, Kind
 from cluster.frontend.http_api.bodies.parts import (
     CallPart,
     FunctionPart,
@@ -23,6 +32,13 @@ from cluster.frontend.http_api.bodies.parts import (
     StructuredOutputs,
     TextPart,
     ToolPart,
+)
+from cluster.frontend.http_api.bodies.responses import (
+    Item,
+    Reasoning,
+    ResponsesRequest,
+    ResponseTool,
+    TextOptions,
 )
 from tests.cluster.frontend.http_api.bodies.page import MODELS, PAGE, page
 from tests.cluster.frontend.http_rig import (
@@ -37,6 +53,9 @@ from tests.cluster.frontend.http_rig import (
 )
 
 OBJECTS = [CallPart, FunctionPart, Message, StreamOptions, StructuredOutputs, TextPart, ToolPart]
+OF_RESPONSES = [Item, Reasoning, ResponsesRequest, ResponseTool, TextOptions]
+OF_MESSAGES = [Block, MessageTool, MessageTurn, MessageToolChoice, MessagesRequest]
+OF_MESSAGES += [OutputConfig, Thinking]
 LISTED = {Message, ToolPart}
 """Those whose fields the table has one by one."""
 
@@ -47,7 +66,12 @@ def fields_of(model: type[BaseModel]) -> set[str]:
 
 def test_what_the_table_supports_are_the_fields_of_the_bodies() -> None:
     supported = {name for name, entry in PARAMETERS.items() if entry.kind is Kind.SUPPORTED}
-    fields = set[str]().union(*map(fields_of, MODELS.values()))
+    fields = set[str]()
+    for model in MODELS.values():
+        place = model.place if issubclass(model, Known) else ""
+        own = {name for name in supported if place and name.startswith(place)}
+        # What has a place of its own has it by that name.
+        fields |= {place + name if place + name in own else name for name in fields_of(model)}
     for model in LISTED:
         fields |= {model.place + name for name in fields_of(model)}
     assert supported == fields
@@ -57,7 +81,7 @@ def test_what_the_table_supports_are_the_fields_of_the_bodies() -> None:
 
 def test_each_place_of_the_table_is_one_where_it_is_read() -> None:
     places = {name[: name.rindex(".") + 1] for name in PARAMETERS if "." in name}
-    assert places <= {model.place for model in OBJECTS}
+    assert places <= {model.place for model in [*OBJECTS, *OF_RESPONSES, *OF_MESSAGES]}
 
 
 def test_the_page_is_the_one_of_the_table() -> None:
@@ -98,7 +122,51 @@ def neutral_values() -> dict[str, dict[str, Any]]:
             found.setdefault(place, {})[name] = {"any": ["thing"]}
         elif entry.kind is Kind.REFUSED:
             found.setdefault(place, {})[name] = (entry.neutral or (None,))[-1]
-    return found
+    return {place: more for place, more in found.items() if not place.startswith(TOPS)}
+
+
+def fill(objects: dict[str, dict[str, Any]]) -> None:
+    """Give objects, by their places, all names that ask for nothing there."""
+    for path, entry in PARAMETERS.items():
+        *_, name = path.split(".")
+        place = path.removesuffix(name)
+        if place in objects and entry.kind is Kind.WITHOUT_EFFECT:
+            objects[place][name] = {"any": ["thing"]}
+        elif place in objects and entry.kind is Kind.REFUSED:
+            objects[place][name] = (entry.neutral or (None,))[-1]
+
+
+async def test_what_asks_for_nothing_is_taken_by_messages() -> None:
+    block, tool = {"type": "text", "text": "x = "}, {"name": "time", "input_schema": {}}
+    turn = {"role": "user", "content": [block]}
+    choice, thinking, config = {"type": "auto"}, {"type": "disabled"}, dict[str, Any]()
+    body: dict[str, Any] = {"messages": [turn], "tools": [tool], "tool_choice": choice}
+    body |= {"max_tokens": 2, "thinking": thinking, "output_config": config}
+    objects = {"anthropic.": body, "anthropic.messages.": turn, "anthropic.tools.": tool}
+    objects |= {"anthropic.messages.content.": block, "anthropic.tool_choice.": choice}
+    objects |= {"anthropic.thinking.": thinking, "anthropic.output_config.": config}
+    assert objects.keys() == {model.place for model in OF_MESSAGES}
+    fill(objects)
+    async with served_tiny(HERMES_TEMPLATE) as (_made, app):
+        answer = await post(app, "messages", **body)
+        assert answer.status == 200, answer.body
+        assert "x-lockstep-ignored" not in answer.headers
+
+
+async def test_what_asks_for_nothing_is_taken_by_responses() -> None:
+    item = {"type": "message", "role": "user", "content": "x = "}
+    tool = {"type": "function", "name": "time"}
+    objects: dict[str, dict[str, Any]] = {"responses.": {"input": [item], "tools": [tool]}}
+    objects |= {"responses.input.": item, "responses.tools.": tool}
+    objects |= {"responses.text.": {}, "responses.reasoning.": {}}
+    assert objects.keys() == {model.place for model in OF_RESPONSES}
+    fill(objects)
+    body = objects["responses."] | {"max_output_tokens": 2, "temperature": 0}
+    body |= {"text": objects["responses.text."], "reasoning": objects["responses.reasoning."]}
+    async with served_tiny(HERMES_TEMPLATE) as (_made, app):
+        answer = await post(app, "responses", **body)
+        assert answer.status == 200, answer.body
+        assert "x-lockstep-ignored" not in answer.headers
 
 
 async def test_what_asks_for_nothing_is_taken_everywhere_and_not_told_of() -> None:
