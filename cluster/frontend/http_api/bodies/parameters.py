@@ -166,7 +166,7 @@ PARAMETERS: Mapping[str, Parameter] = {
     "reasoning_effort": _supported("for the chat template; `none` asks for no reasoning"),
     "enable_thinking": _supported("for the chat template"),
     "include_reasoning": _supported("whether the answer tells of its reasoning"),
-    "separate_reasoning": _refused("reasoning is told apart; see `--reasoning-parser`", True),
+    "separate_reasoning": _refused("reasoning is told apart, see `--reasoning-parser`", True),
     "stream_reasoning": _refused("an answer is told as it comes", True),
     "thinking": _refused("send `chat_template_kwargs`"),
     "thinking_token_budget": _supported("the most tokens of reasoning; -1 is no limit"),
