@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
@@ -105,6 +106,12 @@ class ShardRouter:
     @property
     def unfinished(self) -> int:
         return sum(len(session.unfinished) for session in self.sessions)
+
+    @property
+    def length_max(self) -> float:
+        """The longest content that a replica holds, as far as is known here; else infinite."""
+        loads = [session.load for session in self.sessions if session.load.serving]
+        return max((load.length_max for load in loads), default=math.inf)
 
     @property
     def lacks_replicas(self) -> bool:

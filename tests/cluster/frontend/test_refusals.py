@@ -47,7 +47,7 @@ GRPC: Rows = [
     ({"cache_salt": "y" * 129}, "cache_salt: 129 characters, at most 128 allowed"),
     ({"max_new_tokens": 0}, "max_new_tokens: must be at least 1, is 0"),
     ({"temperature": math.nan}, "temperature: must be in [0, 1e+06], is nan"),
-    ({"stop": ["a"] * 17}, "stop: 17 given, at most 16 allowed"),
+    ({"stop": ["a"] * 65}, "stop: 65 given, at most 64 allowed"),
     ({"stop": ["a" * 257]}, "stop: a string must have 1 to 256 characters, has 257"),
     ({"stop": [""]}, "stop: a string must have 1 to 256 characters, has 0"),
     ({"stop_token_ids": [5] * 200_000}, "stop_token_ids: 200000 given, at most 64 allowed"),
@@ -65,7 +65,6 @@ GRPC: Rows = [
     ({"messages": ASKED, "tool_mode": 2}, "tool_choice: no tools are given"),
     (TOOLED | {"tool_mode": 7}, "tool_mode: must be one of TOOL_MODE_UNSPECIFIED, TOOL_MODE_NONE"),
     (TOOLED | {"tool_name": "x"}, "tool_choice: 'x' is not among the tools"),
-    (TOOLED | {"tool_mode": 2, "regex": "a"}, "regex: not with tools that bind"),
     ({"messages": ASKED, "tools": [{"name": "a b"}]}, f"tools.0.name: {A_NAME}"),
     ({"messages": ASKED, "tools": [NO_SCHEMA]}, f"tools.0.parameters: {AN_OBJECT} 'x'"),
     ({"messages": ASKED, "tools": [NO_TYPED], "tool_mode": 2}, "tools: "),
@@ -78,6 +77,7 @@ GRPC: Rows = [
     ({"messages": ASKED, OPTIONS: "[]"}, f"{OPTIONS}: {AN_OBJECT}"),
     ({"messages": ASKED, OPTIONS: '{"tokenize": 1}'}, f"{OPTIONS}: tokenize is not"),
 ]
+TOO_LONG = "prompt: the maximum context length is 1024 tokens, "
 A_PROMPT = "must be a text, a list of token ids, or a list of either, is"
 COMPLETIONS: Rows = [
     ({"temprature": 1}, "temprature: unknown name; did you mean temperature?"),
@@ -88,14 +88,14 @@ COMPLETIONS: Rows = [
     ({"prompt": ["x"] * 129}, "prompt: 129 sequences asked for, at most 128 allowed"),
     ({"prompt": None}, "prompt: must be given"),
     ({"max_tokens": 0}, "max_tokens: must be at least 1, is 0"),
-    ({"max_tokens": 10**6}, "max_tokens: prompt ("),
+    ({"max_tokens": 10**6}, TOO_LONG + "1000001 were asked for: 1 of the prompt and 1000000 new"),
     ({"max_tokens": 1.5}, "max_tokens: must be a whole number, is 1.5"),
     ({"max_tokens": 5, "min_tokens": 6}, "min_tokens: must be in [0, max_new_tokens], is 6"),
     ({"temperature": "hot"}, "temperature: must be a number, is 'hot'"),
     ({"logprobs": 21}, "logprobs: must be in [0, 20], is 21"),
     ({"frequency_penalty": 2.5}, "frequency_penalty: must be in [-2, 2], is 2.5"),
     ({"repetition_penalty": 0}, "repetition_penalty: must be finite and above 0"),
-    ({"logit_bias": {"x": 1}}, "logit_bias: the keys must be token ids, one is 'x'"),
+    ({"logit_bias": {"x": 1}}, "logit_bias: the keys must be token ids, not 'x'"),
     ({"logit_bias": {"1": 101}}, "logit_bias: must be in [-100, 100], is 101"),
     ({"logit_bias": {"99999": 1}}, "logit_bias: "),
     ({"logit_bias": {"5": None}}, "logit_bias.5: must be a number, is None"),
@@ -103,8 +103,18 @@ COMPLETIONS: Rows = [
     ({"stop": 5}, "stop: must be a text or a list, is 5"),
     ({"priority": 77}, "priority: must be 'high', 'normal', 'low' or 0, is 77"),
     ({"user": "y" * 129}, "user: 129 characters, at most 128 allowed"),
-    ({"structured_outputs": {}}, "structured_outputs: exactly one of json, regex, choice and"),
+    ({"structured_outputs": {}}, "structured_outputs: exactly one of json, json_object, regex"),
     ({"structured_outputs": {"regex": "("}}, "structured_outputs: "),
+    ({"guided_regex": "a", "regex": "b"}, "regex: guided_regex is given as well"),
+    ({"ebnf": "root ::= nothing"}, "ebnf: no GBNF: Rule 'nothing' not found"),
+    ({"structured_outputs": {"structural_tag": "[]"}}, "structured_outputs: must be the text of"),
+    ({"structured_outputs": {"structural_tag": {}}}, "structured_outputs: structures: must be"),
+    ({"allowed_token_ids": [5], "bad_words": ["a"]}, "allowed_token_ids: not together with"),
+    ({"allowed_token_ids": [99999]}, "allowed_token_ids: "),
+    ({"logprob_token_ids": [5]}, "logprob_token_ids: only with logprobs"),
+    ({"logprob_token_ids": [5] * 129, "logprobs": 1}, "logprob_token_ids: 129 given, at most 128"),
+    ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens: must be -1 or at least 1, is 0"),
+    ({"seed": 2**63}, "seed: must be in [-2**63, 2**63), is 9223372036854775808"),
     ({"structured_outputs": {"json": 5}}, "structured_outputs.json: must be a mapping or a text"),
 ]
 A_MODE = "must be 'none', 'auto' or 'required' or a mapping, is"
@@ -120,16 +130,21 @@ NO_CALLS = {"role": "assistant", "content": None, "tool_calls": []}
 SPACED = {"type": "function", "function": {"name": "a b"}}
 CHATS: Rows = [
     ({"messages": []}, "messages: must not be empty"),
+    ({"chat_template": "x"}, "chat_template: not allowed: frontend.request_templates"),
+    (
+        {"continue_final_message": True, "add_generation_prompt": True},
+        "continue_final_message: not with add_generation_prompt",
+    ),
+    ({"kv_transfer_params": {"prompt_token_ids": "x"}}, "kv_transfer_params: prompt_token_ids"),
     ({"messages": "x"}, "messages: must be a list, is 'x'"),
     ({"messages": [{"role": "user"}]}, f"messages.0.content: {A_TEXT} None"),
     ({"messages": [IMAGE]}, f"messages.0.content: {A_TEXT}"),
-    ({"max_completion_tokens": 10**6}, "max_completion_tokens: prompt ("),
+    ({"max_completion_tokens": 10**6}, f"messages: {TOO_LONG.partition(': ')[2]}"),
     ({"top_logprobs": 2}, "top_logprobs: only with logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs: must be in [0, 20], is 21"),
     ({"response_format": SHAPE}, "response_format: json_schema: with the type"),
     ({"response_format": SHAPE | {"json_schema": NO_TYPE}}, "response_format: "),
     ({"response_format": SHAPE | {"json_schema": {}}}, "response_format.json_schema.schema: must"),
-    (BOUND | {"response_format": {"type": "json_object"}}, "response_format: not with tools that"),
     (BOUND | {"tools": [MISTYPED], "response_format": {"type": "text"}}, "tools: "),
     ({"messages": [HALF_A_CALL]}, "messages.0.tool_calls.0.function.arguments: must be given"),
     ({"messages": [NO_CALLS | {"tool_calls": "x"}]}, "messages.0.tool_calls: must be a list"),
@@ -141,7 +156,8 @@ CHATS: Rows = [
     (
         {"tool_choice": {"type": "function", "functoin": {"name": "x"}}},
         "tool_choice.function: must be given; "
-        "tool_choice.functoin: unknown name; did you mean function?",
+        "tool_choice.functoin: unknown name; did you mean function?; "
+        "tool_choice.type: must be 'allowed_tools', is 'function'",
     ),
     ({"tools": TOOLS, "tool_choice": NAMED}, "tool_choice: 'x' is not among the tools"),
     ({"chat_template_kwargs": {"tokenize": False}}, "chat_template_kwargs: tokenize is not"),
