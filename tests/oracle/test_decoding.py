@@ -255,8 +255,11 @@ def test_outputs_are_those_of_the_plain_loop(
     for request, output, one in zip(requests(), outputs, alone(), strict=True):
         agree(request, output)
         assert output.logprobs == one.logprobs, "the same bits"
+    end = IDS["[/THINK]"]
     ended = [plainly(one)[0][-1] == EOS for one in requests() if one.decoding.grammar]
     assert any(ended), "a grammar comes to its end within the limit"
+    thoughts = [plainly(one)[0].index(end) for one in requests() if end in plainly(one)[0][:-1]]
+    assert any(thoughts), "reasoning ends within the limit, and a structure begins"
 
 
 @pytest.mark.parametrize("drafter", ["none", "model", "suffix", "eagle3", "half"])
