@@ -64,7 +64,12 @@ class FrontendConfig(_Settings):
     """What clients may ask for, and how they are answered."""
 
     number: int = Field(1, ge=1, description="Frontend processes.")
-    max_new_tokens: int = Field(256, ge=1, description="Where a request does not say.")
+    max_new_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="The most new tokens where a request does not say; without it as many as the "
+        "context holds, and 16 in OpenAI's completions.",
+    )
     timeout_s: float = Field(600.0, gt=0, description="Deadline where a request sets none.")
     prompt_bytes_max: int = Field(1 << 20, ge=1, description="Longest prompt text in UTF-8.")
     sequences_max: int = Field(128, ge=1, description="Sequences of one call.")
@@ -79,6 +84,11 @@ class FrontendConfig(_Settings):
     requests_max: int = Field(10_000, ge=1, description="Requests in flight per frontend.")
     message_bytes_max: int = Field(
         4 << 20, ge=1024, description="Longest request on the wire, gRPC message or HTTP body."
+    )
+    request_templates: bool = Field(
+        False,
+        description="Whether a request may bring a chat template of its own, which runs in the "
+        "bounds of all templates.",
     )
     bounded_s_max: float = Field(
         2.0,
@@ -111,6 +121,12 @@ class ServerConfig(_Settings):
         "ignore",
         description="Unknown names in HTTP bodies: they have no effect and are told of in the "
         "answer's header x-lockstep-ignored, or the request is refused.",
+    )
+    root_path: str = Field(
+        "",
+        pattern="^(/[^/]+)*$",
+        description="A path before all HTTP paths, which a proxy in front leaves there, as /llm; "
+        "without it they are served, too.",
     )
     grpc_port: int = Field(9000, ge=1, le=65535, description="Port of the gRPC proxy.")
     http_host: str = Field("127.0.0.1", min_length=1, description="Address of the HTTP proxy.")

@@ -30,6 +30,7 @@ _PATTERNS: Mapping[str, str] = {
     " and '-', the first a letter or a digit",
     "^[a-zA-Z0-9_.-]{1,64}$": "must be 1 to 64 of the characters a-z, A-Z, 0-9, '_', '.' and '-'",
     "^/": "must be an absolute path",
+    "^(/[^/]+)*$": "must be empty or begin, but not end, with a slash",
     "^[0-9a-f]{64}$": "must be 64 hexadecimal digits",
 }
 """What a text is that matches; people read no regular expressions."""

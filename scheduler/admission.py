@@ -51,7 +51,7 @@ def _overload(request: Request, pool: Pool) -> str:
     if len(waiting) >= config.waiting_requests_max:
         return f"{len(waiting)} requests wait already"
     # One that is longer than the whole bound comes in when no other waits.
-    if waiting and waiting.tokens + request.length_max > config.waiting_tokens_max:
+    if waiting and waiting.tokens + request.length_expected > config.waiting_tokens_max:
         return f"requests of {waiting.tokens} tokens wait already"
     return ""
 

@@ -82,7 +82,8 @@ class SchedulerConfig(BaseModel):
     waiting_tokens_max: int = Field(
         default=4_194_304,
         ge=1,
-        description="Tokens (prompt and limit) of the requests that wait; beyond it they are "
+        description="Tokens (prompt and limit, or 256 where a request sets no limit) of the "
+        "requests that wait; beyond it they are "
         "refused.",
     )
     priority_age_s: float = Field(

@@ -2,8 +2,8 @@
 
 All of it is a function of the row's own tokens, so it is exact whatever drafts and whatever runs
 beside it. A logit is changed in this order: repetition penalty, frequency and presence penalty,
-bias; then tokens are struck out: stop tokens before `min_tokens`, bad words, and what the grammar
-does not allow. Temperature and the filters of sampling come after.
+bias; then tokens are struck out: all but the allowed ones, stop tokens before `min_tokens`, bad
+words, and what the grammar does not allow. Temperature and the filters of sampling come after.
 """
 
 from __future__ import annotations
@@ -30,11 +30,15 @@ class Decoding:
     """Stop tokens are struck out until there are so many new tokens."""
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Sequences of new tokens that must not appear: the last token is struck out after the rest."""
+    allowed_token_ids: tuple[int, ...] = ()
+    """Tokens of which each new one is; empty: any."""
     grammar: str = ""
     """What the new tokens must be a text of, as llguidance's grammar; empty: anything."""
     logprobs: int | None = None
     """Of each new token its log-probability, and of the so many likeliest ones in its place. None:
     nothing is told."""
+    logprob_token_ids: tuple[int, ...] = ()
+    """Of each new token these are told of, in place of the likeliest ones."""
     prompt_logprobs: int | None = None
     """The same of each prompt token but the first."""
 
@@ -48,6 +52,7 @@ class Decoding:
             or self.presence_penalty
             or self.min_tokens
             or self.bad_words
+            or self.allowed_token_ids
             or self.grammar
         )
 
@@ -62,4 +67,5 @@ class TokenLogprobs:
     rank: int
     """Its rank by probability, from 1; tokens of equal logits share the best."""
     top: tuple[tuple[int, float], ...] = ()
-    """The likeliest token ids and theirs, falling; of equals the lower id first."""
+    """The likeliest token ids and theirs, falling; of equals the lower id first. Or those of
+    `logprob_token_ids`, in their order."""

@@ -16,6 +16,10 @@ class InvalidRequest(LockstepError):
         self.reason = reason
 
 
+class ContextExceeded(InvalidRequest):
+    """A prompt and what it asks for are longer than the context."""
+
+
 class Overloaded(LockstepError):
     """The waiting queue is full; the same request may succeed after `retry_after_s`."""
 

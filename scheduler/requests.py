@@ -59,11 +59,20 @@ class Request:
     """KV blocks are shared only between requests of the same salt."""
     decoding: Decoding | None = None
     """What else a replica does with the request's tokens; the scheduler passes it on unread."""
+    expected_new_tokens: int | None = None
+    """New tokens that count where load is bounded, for a limit that nobody asked for. None: the
+    limit."""
 
     @property
     def length_max(self) -> int:
         """Tokens of its content (prompt + new tokens) at the longest."""
         return len(self.prompt) + self.max_new_tokens
+
+    @property
+    def length_expected(self) -> int:
+        """The same as load counts it."""
+        expected = self.expected_new_tokens
+        return self.length_max if expected is None else len(self.prompt) + expected
 
 
 # --------------------------------------------------------------------------- batches

@@ -25,6 +25,8 @@ LOGIT_BIAS_MAX = 1024
 """Tokens that one request may bias."""
 LOGPROBS_MAX = 20
 """Likeliest tokens that a request may be told in one place."""
+LOGPROB_IDS_MAX = 128
+"""Tokens of its own choice that it may be told of in one place."""
 
 END_TOKENS_MAX = 16
 """Of the target's own, which a frontend adds to the stop tokens that a client may give."""
@@ -59,7 +61,7 @@ def _objections(request: Request, config: SchedulerConfig, spec: ReplicaSpec | N
     if stops > stops_most:
         yield "stop_token_ids", f"{stops} given, at most {stops_most} allowed"
     if request.decoding is not None:
-        yield from _decoding(request.decoding, request.max_new_tokens, spec)
+        yield from _decoding(request.decoding, request, spec)
     if request.draft_len is not None and not 0 <= request.draft_len <= DRAFT_LEN_MAX:
         yield "draft_len", f"must be in [0, {DRAFT_LEN_MAX}], is {request.draft_len}"
     if request.timeout_s is not None:
@@ -107,7 +109,7 @@ def _sampling(sampling: Sampling) -> Objections:
         yield "seed", f"must be in [0, 2**63), is {sampling.seed}"
 
 
-def _decoding(decoding: Decoding, max_new_tokens: int, spec: ReplicaSpec | None) -> Objections:
+def _decoding(decoding: Decoding, request: Request, spec: ReplicaSpec | None) -> Objections:
     for name in ("frequency_penalty", "presence_penalty"):
         value = getattr(decoding, name)
         if not abs(value) <= PENALTY_MAX:
@@ -125,19 +127,31 @@ def _decoding(decoding: Decoding, max_new_tokens: int, spec: ReplicaSpec | None)
         count = getattr(decoding, name)
         if count is not None and not 0 <= count <= LOGPROBS_MAX:
             yield name, f"must be in [0, {LOGPROBS_MAX}], is {count}"
-    if not 0 <= decoding.min_tokens <= max_new_tokens:
+    named = len(decoding.logprob_token_ids)
+    if named > LOGPROB_IDS_MAX:
+        yield "logprob_token_ids", f"{named} given, at most {LOGPROB_IDS_MAX} allowed"
+    if named and decoding.logprobs is None:
+        yield "logprob_token_ids", "only with logprobs"
+    if not 0 <= decoding.min_tokens <= request.max_new_tokens:
         yield "min_tokens", f"must be in [0, max_new_tokens], is {decoding.min_tokens}"
     if decoding.grammar and (decoding.min_tokens or decoding.bad_words):
         name = "min_tokens" if decoding.min_tokens else "bad_words"
         yield name, "not together with a grammar, which may leave no other token"
+    if (allowed := decoding.allowed_token_ids) and (decoding.grammar or decoding.bad_words):
+        yield "allowed_token_ids", "not together with a grammar or bad_words: no token may be left"
+    if allowed and decoding.min_tokens and set(allowed) <= set(request.stop_token_ids):
+        yield "allowed_token_ids", "all of them end the text, which min_tokens forbids"
     if spec is not None:
+        embedded = max(spec.vocab_size, spec.embedding_size)
+        yield from _vocabulary("allowed_token_ids", allowed, spec.vocab_size)
+        yield from _vocabulary("logprob_token_ids", decoding.logprob_token_ids, spec.vocab_size)
         yield from _vocabulary("logit_bias", [token for token, _ in biases], spec.vocab_size)
         words = [token for word in decoding.bad_words for token in word]
-        yield from _vocabulary("bad_words", words, max(spec.vocab_size, spec.embedding_size))
+        yield from _vocabulary("bad_words", words, embedded)
 
 
 def _vocabulary(field: str, tokens: Sequence[int], vocab_size: int) -> Objections:
     if not tokens or (min(tokens) >= 0 and max(tokens) < vocab_size):
         return
     wrong = next(token for token in tokens if not 0 <= token < vocab_size)
-    yield field, f"token id {wrong} is outside the vocabulary of {vocab_size}"
+    yield field, f"token id {wrong} is out of vocabulary, which has {vocab_size}"

@@ -338,6 +338,7 @@ class Answer:
             usage=finish.usage,
             seed=self.seed(sequence.index),
             stop=sequence.stop,
+            stop_token=self._stop_token(sequence, finish),
             reasoning_tokens=sequence.reasoning_tokens,
             message=finish.message,
             first_token_s=(live.first_s or now_s) - self._arrived_s,
@@ -345,6 +346,12 @@ class Answer:
             prompt_logprobs=live.prompt_logprobs,
             refusal=refusal,
         )
+
+    def _stop_token(self, sequence: AnswerSequence, finish: Finish) -> int | None:
+        if sequence.stop is not None or finish.reason is not FinishReason.STOP:
+            return None
+        ended_by = set(sequence.live.tokens[-1:]) & set(self.call.stop_token_ids)
+        return next(iter(ended_by), None)
 
     def _finish(self, live: InFlightRequest) -> Finish:
         """What the pool said of a request that has ended. Raises Refused where it served none."""

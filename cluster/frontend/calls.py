@@ -6,23 +6,28 @@ in the edge's own containers until their number is checked: to copy millions of 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field as field_of
+from typing import Literal
 
 from cluster.config import ClusterConfig
 from cluster.frontend.admission.control import Caller
 from cluster.frontend.prompts import ChatPrompt, Prompt, TokenPrompt
 from cluster.frontend.status_codes import Refusal
 from cluster.frontend.structure import Structure
+from cluster.frontend.text import TextRules
 from cluster.frontend.tools import CallDelta, ToolUse
 from scheduler.decoding import TokenLogprobs
 from scheduler.errors import InvalidRequest
 from scheduler.messages import FinishReason, Priority, Usage
+from scheduler.validation import LOGPROB_IDS_MAX, SEED_MAX
 
 MESSAGES_MAX = 1024
 """Turns of one conversation."""
-STRINGS_MAX, STRING_CHARS_MAX = 16, 256
-"""Stop strings of a call, and so many bad words; characters of each."""
+STOPS_MAX, BAD_WORDS_MAX, STRING_CHARS_MAX = 64, 16, 256
+"""Stop strings and bad words of a call; characters of each."""
+ALLOWED_MAX = 1024
+"""Tokens that a call may allow."""
 NAME_CHARS_MAX = 128
 """Characters of a request id and of a cache salt."""
 
@@ -48,7 +53,9 @@ class GenerateCall:
     priority: Priority | None = None
     timeout_s: float | None = None
     max_new_tokens: int | None = None
-    """0: only log-probabilities of the prompt are asked for."""
+    """None: `default_new_tokens`. 0: only log-probabilities of the prompt are asked for."""
+    default_new_tokens: int | None = None
+    """None: as many as the context holds."""
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
@@ -60,6 +67,10 @@ class GenerateCall:
     stop: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    """The text has what ends it."""
+    skip_special_tokens: bool = True
+    """Special tokens have no text."""
     draft_len: int | None = None
     committed_token_ids: Sequence[int] = ()
     seen_tokens: Sequence[int] = ()
@@ -72,6 +83,8 @@ class GenerateCall:
     presence_penalty: float = 0.0
     min_tokens: int = 0
     bad_words: Sequence[str] = ()
+    allowed_token_ids: Sequence[int] = ()
+    """Tokens of which each new one is; empty: of all."""
     structure: Structure | None = None
     """Of the text behind the reasoning, where there is some."""
     tools: ToolUse | None = None
@@ -80,7 +93,13 @@ class GenerateCall:
     thinking_token_budget: int | None = None
     """Tokens of reasoning, at most."""
     logprobs: int | None = None
+    logprob_token_ids: Sequence[int] = ()
+    """Tokens that are told of in each place, instead of the likeliest ones."""
     prompt_logprobs: int | None = None
+    truncate_prompt_tokens: int | None = None
+    """So many tokens of a prompt are taken; -1: as many as the context holds with the new ones."""
+    truncation_side: Literal["left", "right"] = "left"
+    """Which end of the prompt goes."""
 
     @property
     def sequences(self) -> int:
@@ -95,6 +114,18 @@ class GenerateCall:
     def sampled(self) -> bool:
         return self.temperature > 0
 
+    def text_rules(self, stop_tokens: Iterable[int], shown: Set[int] = frozenset()) -> TextRules:
+        """`stop_tokens`: all that end a sequence, the target's own included; `shown`: special
+        tokens that belong to the text."""
+        return TextRules(
+            tuple(self.stop),
+            frozenset(stop_tokens),
+            self.min_tokens,
+            self.include_stop_str_in_output,
+            shown,
+            self.skip_special_tokens,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class SequenceEnd:
@@ -108,6 +139,8 @@ class SequenceEnd:
     """Where it was sampled."""
     stop: str | None
     """The stop string that ended it."""
+    stop_token: int | None
+    """The token among the call's `stop_token_ids` that ended it."""
     reasoning_tokens: int
     """Of the new ones."""
     message: str
@@ -160,8 +193,10 @@ def check_call(call: GenerateCall, config: ClusterConfig, context_len: int) -> N
     for name, most, unit in (
         ("committed_token_ids", context_len, "given"),
         ("stop_token_ids", config.scheduler.stop_token_ids_max, "given"),
-        ("stop", STRINGS_MAX, "given"),
-        ("bad_words", STRINGS_MAX, "given"),
+        ("stop", STOPS_MAX, "given"),
+        ("bad_words", BAD_WORDS_MAX, "given"),
+        ("allowed_token_ids", ALLOWED_MAX, "given"),
+        ("logprob_token_ids", LOGPROB_IDS_MAX, "given"),
         ("request_id", NAME_CHARS_MAX, "characters"),
         ("cache_salt", NAME_CHARS_MAX, "characters"),
     ):
@@ -172,6 +207,10 @@ def check_call(call: GenerateCall, config: ClusterConfig, context_len: int) -> N
             if not 0 < len(text) <= STRING_CHARS_MAX:
                 reason = f"a string must have 1 to {STRING_CHARS_MAX} characters, has {len(text)}"
                 raise InvalidRequest(name, reason)
+    if call.seed is not None and not -SEED_MAX <= call.seed < SEED_MAX:
+        raise InvalidRequest("seed", f"must be in [-2**63, 2**63), is {call.seed}")
+    if (taken := call.truncate_prompt_tokens) is not None and taken != -1 and taken < 1:
+        raise InvalidRequest("truncate_prompt_tokens", f"must be -1 or at least 1, is {taken}")
     if call.structure is not None:
         call.structure.check(call.ignore_eos)
     if call.committed_token_ids:
@@ -201,6 +240,9 @@ def check_prompt(prompt: Prompt, config: ClusterConfig) -> None:
 
 def call_field(name: str, call: GenerateCall) -> str:
     """The scheduler's name of a field, as the call has it."""
+    if name == "max_new_tokens" and call.max_new_tokens is None:
+        # What was not sent is not at fault.
+        name = "prompt"
     if name == "prompt":
         return call.prompts[0].field
     if name == "grammar" and call.structure is not None:

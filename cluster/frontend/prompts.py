@@ -46,20 +46,36 @@ class ChatPrompt:
     """Functions that the template is told of."""
     options: Mapping[str, Any] = field_of(default_factory=dict)
     """What else the template is told, by name."""
+    documents: Sequence[Mapping[str, Any]] = ()
+    """Texts that a template may show."""
+    asks: bool = True
+    """The text goes on to where the assistant answers."""
+    goes_on: bool = False
+    """The text ends within the last turn, which the answer continues."""
+    special_tokens: bool = False
+    """Whether those that the target expects around a text are added to what the template writes."""
+    template: str | None = None
+    """In place of the target's own."""
+    ids: Sequence[int] | None = None
+    """The tokens, where the client has them already: no template is rendered."""
 
     @classmethod
     def of(
-        cls, turns: Sequence[Mapping[str, Any]], tools: ToolUse | None, options: Mapping[str, Any]
+        cls,
+        turns: Sequence[Mapping[str, Any]],
+        tools: ToolUse | None,
+        options: Mapping[str, Any],
+        **others: Any,
     ) -> ChatPrompt:
         """`tools`: those that the target may use, if any."""
-        return cls(turns, () if tools is None else tools.for_template, options)
+        return cls(turns, () if tools is None else tools.for_template, options, **others)
 
     @property
     def size(self) -> int:
         """Bytes in UTF-8; 0 without a turn."""
         parts: list[Any] = [value for turn in self.messages for value in turn.values()]
         if parts:
-            parts += [*self.tools, *self.options.items()]
+            parts += [*self.tools, *self.options.items(), *self.documents, self.template or ""]
         return sum(len(str(part).encode("utf-8", "replace")) for part in parts)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -11,9 +12,12 @@ from cluster.frontend.calls import GenerateCall
 from cluster.frontend.prompts import ChatPrompt
 from cluster.frontend.target_text import TargetText
 from scheduler.decoding import Decoding
-from scheduler.errors import InvalidRequest
+from scheduler.errors import ContextExceeded, InvalidRequest
 from scheduler.messages import Priority, Request, Sampling
 from scheduler.validation import SEED_MAX, check_request
+
+_EXPECTED = 256
+"""New tokens that load counts where a request sets no limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +38,10 @@ class RequestFactory:
         tokens: tuple[int, ...],
         grammar: str = "",
         tenant: str = "",
+        context_len: float = math.inf,
     ) -> list[Request]:
         """One for each choice of the prompt of this number, whose tokens are given. `grammar`: of
-        the call's structure.
+        the call's structure; `context_len`: what replicas hold, where that is known.
 
         Raises InvalidRequest for what no replica of the target could serve.
         """
@@ -44,12 +49,11 @@ class RequestFactory:
         turns = isinstance(call.prompts[number], ChatPrompt) or call.structure is not None
         own_ends = text.end_of_turn_ids if turns else text.eos_token_ids
         ends = (*call.stop_token_ids, *(() if call.ignore_eos else own_ends))
-        most = call.max_new_tokens
-        if most == 0:
+        most = self._limit(call, number, len(tokens), context_len)
+        if call.max_new_tokens == 0:
             # A replica tells of the prompt with the first new token.
-            most, ends = 1, ()
-        left = max(text.context_len - len(tokens), 1)
-        seed = call.seed or 0
+            ends = ()
+        seed = (call.seed or 0) % SEED_MAX
         if call.seed is None and call.sampled:
             assert call.drawn_seed is not None
             seed = (call.drawn_seed + number * call.choices) % SEED_MAX
@@ -57,7 +61,7 @@ class RequestFactory:
         request = Request(
             id="unsent",
             prompt=tokens,
-            max_new_tokens=min(limits.max_new_tokens, left) if most is None else most,
+            max_new_tokens=most,
             sampling=sampling,
             stop_token_ids=tuple(dict.fromkeys(ends)),
             draft_len=call.draft_len,
@@ -67,6 +71,7 @@ class RequestFactory:
             tenant=tenant,
             cache_salt=call.cache_salt,
             decoding=_decoding(call, len(tokens), text, grammar),
+            expected_new_tokens=min(_EXPECTED, most) if call.max_new_tokens is None else None,
         )
         check_request(request, self.config.scheduler, text.spec)
         others = [
@@ -74,6 +79,33 @@ class RequestFactory:
             for choice in range(1, call.choices)
         ]
         return [request, *others]
+
+    def truncated(self, call: GenerateCall, tokens: tuple[int, ...]) -> tuple[int, ...]:
+        """The tokens of a prompt that are taken."""
+        most = call.truncate_prompt_tokens
+        if most == -1:
+            asked = call.max_new_tokens or call.default_new_tokens
+            most = max(self.text.context_len - max(asked or 1, 1), 1)
+        if most is None or most >= len(tokens):
+            return tokens
+        return tokens[:most] if call.truncation_side == "right" else tokens[len(tokens) - most :]
+
+    def _limit(self, call: GenerateCall, number: int, prompt: int, context_len: float) -> int:
+        """The most new tokens behind so many of a prompt. Raises ContextExceeded."""
+        held = int(min(self.text.context_len, context_len))
+        most = call.max_new_tokens
+        if most is None:
+            limits = (call.default_new_tokens, self.config.frontend.max_new_tokens, held - prompt)
+            most = min(limit for limit in limits if limit is not None)
+        most = max(most, 1)
+        if prompt + most <= held:
+            return most
+        asked = "" if call.max_new_tokens is None else f" and {most} new ones"
+        reason = (
+            f"the maximum context length is {held} tokens, {prompt + most} were asked for:"
+            f" {prompt} of the {call.prompts[number].field}{asked}"
+        )
+        raise ContextExceeded(call.prompts[number].field, reason)
 
     def check_logprobs(self, requests: Iterable[Request]) -> None:
         """Raises InvalidRequest where these requests of a call may bring more log-probabilities
@@ -84,7 +116,8 @@ class RequestFactory:
                 continue
             if decoding.logprobs is not None:
                 new = request.max_new_tokens - len(request.committed)
-                asked["logprobs"] += new * (1 + decoding.logprobs)
+                told = len(decoding.logprob_token_ids) or decoding.logprobs
+                asked["logprobs"] += new * (1 + told)
             if decoding.prompt_logprobs is not None:
                 asked["prompt_logprobs"] += len(request.prompt) * (1 + decoding.prompt_logprobs)
         most = self.config.frontend.logprobs_max
@@ -110,8 +143,10 @@ def _decoding(
         presence_penalty=call.presence_penalty,
         min_tokens=call.min_tokens,
         bad_words=tuple(sorted(words)),
+        allowed_token_ids=tuple(sorted(set(call.allowed_token_ids))),
         grammar=grammar,
         logprobs=call.logprobs,
+        logprob_token_ids=tuple(dict.fromkeys(call.logprob_token_ids)),
         prompt_logprobs=call.prompt_logprobs,
     )
     return None if decoding == Decoding(prompt_tokens) else decoding

@@ -175,7 +175,7 @@ class FrontendService:
             raise
         except LockstepError as error:
             if isinstance(error, InvalidRequest) and call is not None:
-                error = InvalidRequest(call_field(error.field, call), error.reason)
+                error = type(error)(call_field(error.field, call), error.reason)
             refusal = refusal_of_error(error)
             self._meter.refused(refusal.code)
             raise Refused(refusal) from None
@@ -207,15 +207,20 @@ class FrontendService:
         requests: list[Request] = []
         for number, prompt in enumerate(call.prompts):
             tokens = first or await self.tokens(prompt, admitted.tenant)
-            requests += self._factory.requests(call, number, tokens, grammar, admitted.tenant)
+            tokens = self._factory.truncated(call, tokens)
+            length_max = self.router.length_max
+            requests += self._factory.requests(
+                call, number, tokens, grammar, admitted.tenant, length_max
+            )
             self._factory.check_logprobs(requests)
         # Others came while tokens were made; from here on none can.
         self._check_load(call.sequences)
-        admitted.charge(sum(request.length_max for request in requests))
+        admitted.charge(sum(request.length_expected for request in requests))
         answer = Answer(call, arrived_s, self.router, self._meter, self.config)
         try:
             for request in requests:
-                text = TextStream(self.text.tokenizer, request.prompt, call.stop, formats.shown)
+                rules = call.text_rules(request.stop_token_ids, formats.shown)
+                text = TextStream(self.text.tokenizer, request.prompt, rules)
                 answer.submit(request, text, *formats.readers(opened, call.tools))
         except BaseException:
             answer.cancel()
@@ -242,8 +247,13 @@ class FrontendService:
         """What makes the tokens of a prompt, and of how many bytes, or tokens. It raises
         InvalidRequest; for a conversation this raises what `BoundedWork` does."""
         if isinstance(prompt, ChatPrompt):
+            if prompt.ids is not None:
+                return partial(tuple, prompt.ids), len(prompt.ids)
+            if prompt.template is not None and not self.config.frontend.request_templates:
+                raise InvalidRequest("chat_template", "not allowed: frontend.request_templates")
             rendered = await self.bounded.rendered(prompt, tenant)
-            return partial(self.text.encode_rendered, rendered), len(rendered)
+            encode = partial(self.text.encode_rendered, rendered, prompt.special_tokens)
+            return encode, len(rendered)
         return partial(self.text.tokens, prompt), prompt.size
 
     @asynccontextmanager

@@ -16,7 +16,7 @@ from cluster.client.retry import FINAL_KEY, RETRY_AFTER_KEY
 from cluster.frontend.admission.control import NotAllowed, Unauthenticated
 from cluster.frontend.bounded import ChildrenClosed, ChildrenFailed
 from cluster.pool.protocol import PoolUnreachable
-from scheduler.errors import InvalidRequest, LockstepError, Overloaded
+from scheduler.errors import ContextExceeded, InvalidRequest, LockstepError, Overloaded
 from scheduler.messages import Finish, FinishReason, RejectCode
 
 _MESSAGE_CHARS_MAX = 1000
@@ -47,6 +47,7 @@ MEANINGS: Mapping[StatusCode, Meaning] = {
 
 CODES: Mapping[object, StatusCode] = {
     InvalidRequest: StatusCode.INVALID_ARGUMENT,
+    ContextExceeded: StatusCode.INVALID_ARGUMENT,
     Overloaded: StatusCode.RESOURCE_EXHAUSTED,
     Unauthenticated: StatusCode.UNAUTHENTICATED,
     NotAllowed: StatusCode.PERMISSION_DENIED,
@@ -81,6 +82,8 @@ class Refusal:
     retry_after_s: float = 0.0
     field: str = ""
     """The field of the request that is wrong, where it is one field's fault."""
+    reason: str = ""
+    """OpenAI's code, where it says more than the status."""
 
     @property
     def short_message(self) -> str:
@@ -118,6 +121,7 @@ def refusal_of_error(error: LockstepError) -> Refusal:
         str(error),
         error.retry_after_s if isinstance(error, Overloaded) else 0.0,
         error.field if isinstance(error, InvalidRequest | NotAllowed) else "",
+        "context_length_exceeded" if isinstance(error, ContextExceeded) else "",
     )
 
 

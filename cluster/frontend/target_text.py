@@ -118,7 +118,7 @@ class TargetText:
 
         Raises InvalidRequest where the target has no chat template.
         """
-        if self.chat_template is None:
+        if self.chat_template is None and prompt.template is None:
             raise InvalidRequest(
                 "messages", "the target has no chat template; send prompt or prompt_token_ids"
             )
@@ -131,20 +131,37 @@ class TargetText:
         ]
         tools = list(prompt.tools) or None
         try:
-            template = self.encoder.get_chat_template(None, tools)
+            template = self.encoder.get_chat_template(prompt.template, tools)
         except ValueError as error:
             raise InvalidRequest("messages", str(error)) from None
-        told = {"tools": tools, "chat_template": template, "add_generation_prompt": True}
+        told = {"tools": tools, "chat_template": template, "add_generation_prompt": prompt.asks}
+        if prompt.documents:
+            told["documents"] = list(prompt.documents)
+        if prompt.goes_on:
+            told["continue_final_message"] = True
         return turns, {**told, **self.encoder.special_tokens_map, **prompt.options}
+
+    @cached_property
+    def tokenizer_info(self) -> dict[str, Any]:
+        """The tokenizer's settings that are plain values."""
+        given = getattr(self.encoder, "init_kwargs", {})
+        plain = (str, int, float, bool, list)
+        info = {name: value for name, value in given.items() if isinstance(value, plain)}
+        info |= {
+            "tokenizer_class": type(self.encoder).__name__,
+            "model_max_length": self.context_len,
+            **getattr(self.encoder, "special_tokens_map", {}),
+        }
+        return info | ({"chat_template": self.chat_template} if self.chat_template else {})
 
     @cached_property
     def _not_the_templates(self) -> frozenset[str]:
         """Names that mean something to transformers, and that a template is not told by clients."""
         return frozenset(signature(self.encoder.apply_chat_template).parameters)
 
-    def encode_rendered(self, text: str) -> tuple[int, ...]:
+    def encode_rendered(self, text: str, special_tokens: bool = False) -> tuple[int, ...]:
         """Token ids of what the chat template made. Raises InvalidRequest."""
-        ids = self.encode(text, special_tokens=False, field="messages")
+        ids = self.encode(text, special_tokens, field="messages")
         if not ids:
             raise InvalidRequest("messages", "the target's chat template makes no token of them")
         return ids

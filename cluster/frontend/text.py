@@ -184,19 +184,35 @@ class Piece:
     stop: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class TextRules:
+    """What of an answer's tokens is its text."""
+
+    stops: Sequence[str] = ()
+    """Strings before the first of which it ends."""
+    stop_tokens: frozenset[int] = frozenset()
+    """Tokens that end the answer; they have no text."""
+    min_tokens: int = 0
+    """A stop string ends the text only behind so many tokens."""
+    include_stop: bool = False
+    """What ends the answer belongs to its text."""
+    shown: Set[int] = frozenset()
+    """Special tokens whose names belong to the text."""
+    skip_special: bool = True
+    """All others have no text."""
+
+
 class TextStream:
     """The text of one answer, up to the first stop string in it, which may span several pushes."""
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        prompt: Sequence[int],
-        stops: Sequence[str],
-        shown: Set[int] = frozenset(),
-    ) -> None:
-        """`shown`: as of a `Detokenizer`."""
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], rules: TextRules) -> None:
+        shown = rules.shown if rules.skip_special else special_ids(tokenizer)
         self._detokenizer = Detokenizer(tokenizer, prompt, shown)
-        self._stops = tuple(stops)
+        self._rules = rules
+        self._stops = tuple(rules.stops)
+        self._silent = frozenset[int]() if rules.include_stop else rules.stop_tokens
+        self._tokens = 0
+        """Pushed so far."""
         self._held = ""
         """Text that may be the beginning of a stop string."""
 
@@ -208,7 +224,9 @@ class TextStream:
         """Feed tokens; after a stop string was found the rest of them is left alone."""
         texts: list[str] = []
         for used, token in enumerate(tokens, start=1):
-            text, stop = self._free(self._detokenizer.push(token))
+            self._tokens += 1
+            silent = token in self._silent
+            text, stop = self._free("" if silent else self._detokenizer.push(token))
             texts.append(text)
             if stop is not None:
                 return Piece("".join(texts), used, stop)
@@ -223,11 +241,18 @@ class TextStream:
         """The text that is safe to give out, and the stop string if one is complete."""
         if not self._stops:
             return text, None
+        passed = len(self._held)
         text = self._held + text
-        hits = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
-        if hits:
-            at, stop = min(hits)
-            return text[:at], stop
+        if self._tokens > self._rules.min_tokens:
+            # What is held was looked at, or came too early: a stop string ends behind it.
+            found = [
+                (at, stop)
+                for stop in self._stops
+                if (at := text.find(stop, max(0, passed + 1 - len(stop)))) >= 0
+            ]
+            if found:
+                at, stop = min(found)
+                return text[: at + len(stop) * self._rules.include_stop], stop
         kept = tail_of(text, self._stops)
         self._held = text[len(text) - kept :]
         return text[: len(text) - kept], None

@@ -50,13 +50,17 @@ class SamplingParams:
     stop: str | Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
     min_tokens: int = 0
     repetition_penalty: float = 1.0
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     bad_words: str | Sequence[str] = ()
+    allowed_token_ids: Sequence[int] = ()
     logprobs: int | None = None
+    logprob_token_ids: Sequence[int] = ()
     prompt_logprobs: int | None = None
     json_schema: str | None = None
     regex: str | None = None
@@ -237,7 +241,8 @@ class LLM:
                 raise InvalidRequest(name, error.reason) from None
             except UnicodeEncodeError as error:
                 raise InvalidRequest(f"prompt {index}", f"is no text in UTF-8: {error}") from None
-            stream = TextStream(self._text.tokenizer, request.prompt, call.stop)
+            rules = call.text_rules(request.stop_token_ids)
+            stream = TextStream(self._text.tokenizer, request.prompt, rules)
             written.append(_Writing(request, stream, output, scores=call.max_new_tokens == 0))
         with Bars(shown=progress) as bars:
             left = list(written)
@@ -253,10 +258,12 @@ class LLM:
         check_call(call, self._config, text.context_len)
         grammar = "" if call.structure is None else self._bounded.grammar_now(call.structure)
         if isinstance(prompt, ChatPrompt):
-            tokens = text.encode_rendered(self._bounded.rendered_now(prompt))
+            rendered = self._bounded.rendered_now(prompt)
+            tokens = text.encode_rendered(rendered, prompt.special_tokens)
         else:
             tokens = text.tokens(prompt)
         call = replace(call, timeout_s=TEN_YEARS_S)
+        tokens = self._factory.truncated(call, tokens)
         [request] = self._factory.requests(call, 0, tokens, grammar)
         self._number += 1
         return replace(request, id=str(self._number))

@@ -18,8 +18,9 @@ def token_logprobs(
     logits: torch.Tensor,  # [places, vocab]
     tokens: Sequence[int],  # [places]
     top: int,
+    named: Sequence[int] = (),
 ) -> tuple[TokenLogprobs, ...]:
-    """Of the token in each place, and of the `top` likeliest there.
+    """Of the token in each place, and of the `top` likeliest there, or of the `named` tokens.
 
     A token has the same float as itself and among the likeliest. A place's floats do not depend on
     how many places there are.
@@ -34,7 +35,11 @@ def token_logprobs(
     # Counted as float32, exact up to 2 ** 24: of a mask that is bool it takes four times as long.
     above = torch.gt(scores, own, out=torch.empty_like(scores)).sum(dim=-1)
     ranks = (above.long() + 1).tolist()
-    found = [()] * len(tokens) if not top else _likeliest(scores, normal, top)
+    if named:
+        values = scores[:, list(named)] - normal[:, None]
+        found = [tuple(zip(named, row, strict=True)) for row in values.tolist()]
+    else:
+        found = [()] * len(tokens) if not top else _likeliest(scores, normal, top)
     logprobs = (own[:, 0] - normal).tolist()
     return tuple(map(TokenLogprobs, logprobs, ranks, found))
 

@@ -30,6 +30,7 @@ class RowState:
         """All content tokens; the replica appends to it."""
         self._ends = sorted(ends)
         self._bias_ids = [token for token, _ in decoding.logit_bias]
+        self._allowed = list(decoding.allowed_token_ids)
         self._bias = [bias for _, bias in decoding.logit_bias]
         added = decoding.frequency_penalty or decoding.presence_penalty
         penalised = added or decoding.repetition_penalty != 1.0
@@ -49,6 +50,9 @@ class RowState:
             self._penalise(logits, draft, self._counts)
         if self._bias_ids:
             logits[:, self._bias_ids] += logits.new_tensor(self._bias)
+        if self._allowed:
+            kept = logits[:, self._allowed]
+            logits.fill_(-torch.inf)[:, self._allowed] = kept
         if self.decoding.min_tokens and self._ends:
             missing = self.decoding.min_tokens - self._new
             if missing > 0:
@@ -205,10 +209,11 @@ class DecodingRows:
             if state is None or not tokens:
                 continue
             state.commit(tokens)
-            top = state.decoding.logprobs
-            if top is not None:
+            decoding = state.decoding
+            if decoding.logprobs is not None:
                 plain = self._plain[index][: len(tokens)]
-                self.extras[index] += token_logprobs(plain, tokens, top)
+                named = decoding.logprob_token_ids
+                self.extras[index] += token_logprobs(plain, tokens, decoding.logprobs, named)
 
 
 def _stopped(error: GrammarError) -> RowFailure:

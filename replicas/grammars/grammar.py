@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from replicas.grammars.state import Follower, GrammarError, GrammarState
 
@@ -25,6 +27,8 @@ _JSON_OPTIONS: JsonCompileOptions = {
     "key_separator": ": ",
 }
 """One way to write a document: a small model that is free to add spaces may never stop."""
+_GBNF = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
+"""Such a rule is none of Lark."""
 LIMITS = LLParserLimits(
     max_items_in_row=20_000,  # a schema has four for each optional property
     step_max_items=200_000,
@@ -92,8 +96,9 @@ class Grammars:
 
 def grammar_of(kind: str, texts: Sequence[str], parts: Mapping[str, Sequence[Any]] = {}) -> str:
     """The grammar of texts that are documents of a JSON schema, written as `json.dumps` writes
-    them; that match a regular expression; that one of Lark derives; or that are one of `texts`.
-    `parts`: what the one of Lark refers to as @name, each as the arguments of this function.
+    them; that match a regular expression; that one in Lark, GBNF or EBNF derives; or that are one
+    of `texts`. `parts`: what the one of Lark refers to as @name, each as the arguments of this
+    function.
 
     Raises GrammarError for a schema that is no JSON; `Grammars.check` finds all else.
     """
@@ -108,13 +113,24 @@ def grammar_of(kind: str, texts: Sequence[str], parts: Mapping[str, Sequence[Any
         case "regex":
             return LLMatcher.grammar_from_regex(texts[0])
         case "grammar":
-            return LLMatcher.grammar_from_lark(texts[0])
+            return LLMatcher.grammar_from_lark(_lark(texts[0]))
         case "choice":
             # As one token of the grammar: with a rule for each text 20,000 of them take eight times
             # as long.
             choices = " | ".join(map(json.dumps, texts))
             return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}")
     raise AssertionError(kind)
+
+
+def _lark(text: str) -> str:
+    """Of a grammar in Lark, GBNF or EBNF. Raises GrammarError."""
+    if _GBNF.search(text) is None:
+        return text
+    try:
+        return gbnf_to_lark(text)
+    except Exception as error:
+        # The converter asserts and raises what comes.
+        raise GrammarError(f"no GBNF: {error}") from None
 
 
 def _joined(grammar: str, parts: Mapping[str, Sequence[Any]]) -> str:

@@ -144,7 +144,7 @@ class WaitingQueue(Mapping[str, Sequence]):
         """`first`: it lost its place and comes before all classes; so does one in quarantine."""
         assert sequence.id not in self._sequences, f"{sequence.id} waits already"
         self._sequences[sequence.id] = sequence
-        self.tokens += sequence.length_max
+        self.tokens += sequence.request.length_expected
         self.tokens_left += sequence.tokens_left
         if first or sequence.quarantined:
             insort(self._first, _first(sequence))
@@ -155,7 +155,7 @@ class WaitingQueue(Mapping[str, Sequence]):
     def remove(self, sequence: Sequence) -> None:
         """It waits no longer, for whatever reason."""
         del self._sequences[sequence.id]
-        self.tokens -= sequence.length_max
+        self.tokens -= sequence.request.length_expected
         self.tokens_left -= sequence.tokens_left
         at = bisect_left(self._first, _first(sequence))
         if at < len(self._first) and self._first[at] == _first(sequence):
@@ -167,13 +167,13 @@ class WaitingQueue(Mapping[str, Sequence]):
     def charge(self, sequence: Sequence) -> None:
         """It has been placed: its tenant was served. Call it once for each request."""
         request = sequence.request
-        self._classes[request.priority].charge(request.tenant, sequence.length_max)
+        self._classes[request.priority].charge(request.tenant, sequence.request.length_expected)
 
     def _entry(self, sequence: Sequence) -> Entry:
         due_s = sequence.arrived_s + self._age_s
         if sequence.deadline_s is not None:
             due_s = min(due_s, sequence.deadline_s)
-        return (due_s, sequence.number, sequence.id, sequence.length_max)
+        return (due_s, sequence.number, sequence.id, sequence.request.length_expected)
 
     def check_integrity(self) -> None:
         """Every waiting sequence is in exactly one place; for tests."""
@@ -181,7 +181,7 @@ class WaitingQueue(Mapping[str, Sequence]):
         assert len(inside) == len(set(inside)), "a sequence waits in two places"
         assert set(inside) == set(self._sequences), "the order differs from the queue"
         rows = self._sequences.values()
-        assert self.tokens == sum(row.length_max for row in rows), "tokens"
+        assert self.tokens == sum(row.request.length_expected for row in rows), "tokens"
         assert self.tokens_left == sum(row.tokens_left for row in rows), "tokens left"
         for queue in self._classes.values():
             assert all(due and due == sorted(due) for due in queue.waiting.values()), "due"

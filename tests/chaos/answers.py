@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from cluster.config import ClusterConfig
 from cluster.frontend.target_text import TargetText
-from cluster.frontend.text import TextStream
+from cluster.frontend.text import TextRules, TextStream
 from protos import lockstep_pb2 as pb
 from scheduler.config import SchedulerConfig
 from scheduler.messages import Request, Sampling
@@ -56,7 +56,7 @@ def cut(
                 tokens, reason = tokens[: index + 1], pb.FINISH_REASON_STOP
                 break
 
-    stream = TextStream(text.tokenizer, base.prompt, stops)
+    stream = TextStream(text.tokenizer, base.prompt, TextRules(stops))
     piece = stream.push(tokens)
     said, stop = piece.text, piece.stop
     if stop is None:
@@ -67,7 +67,9 @@ def cut(
         tokens,
         said,
         reason if stop is None else pb.FINISH_REASON_STOP,
-        lambda count: TextStream(text.tokenizer, base.prompt, stops).push(tokens[:count]).text,
+        lambda count: (
+            TextStream(text.tokenizer, base.prompt, TextRules(stops)).push(tokens[:count]).text
+        ),
     )
 
 

@@ -15,7 +15,7 @@ from grpc import StatusCode
 from hypothesis import strategies as st
 
 from cluster.client import RetryPolicy
-from cluster.frontend.text import TextStream
+from cluster.frontend.text import TextRules, TextStream
 from protos import lockstep_pb2 as pb, lockstep_pb2_grpc
 from tests.cluster.fakes import SAMPLES, tokenizer
 
@@ -108,7 +108,7 @@ def chunks_of(script: Script, request: pb.GenerateRequest) -> Iterator[pb.Genera
     assert committed == script.tokens[: len(committed)], "asked with tokens it never gave"
     seed = request.seed if request.HasField("seed") else 77 if request.temperature > 0 else None
     chunk = pb.GenerateChunk(request_id=request.request_id, seed=seed)
-    text = TextStream(tokenizer(), PROMPT_IDS, tuple(request.stop))
+    text = TextStream(tokenizer(), PROMPT_IDS, TextRules(tuple(request.stop)))
     stop = text.push(committed).stop
     taken = len(committed)
     sizes = itertools.cycle(script.sizes)

@@ -77,6 +77,8 @@ ASKS = (
     Decoding(0, frequency_penalty=0.9, presence_penalty=-0.4, logprobs=0),
     Decoding(0, logit_bias=((5, 3.5), (40, -100.0), (41, 4.0))),
     Decoding(0, min_tokens=9, logit_bias=((EOS, 30.0),)),
+    Decoding(0, allowed_token_ids=(5, 9, 41, 42, 60), logprobs=0, logprob_token_ids=(70, 5, 3)),
+    Decoding(0, allowed_token_ids=(EOS, *range(30, 60)), min_tokens=7, presence_penalty=0.7),
     Decoding(0, grammar=grammar_of("json_schema", [json.dumps(SCHEMA)]), logprobs=2),
     Decoding(0, grammar=grammar_of("regex", ["[a-f]{3}(x[0-9])*y"]), repetition_penalty=1.3),
     Decoding(0, grammar=grammar_of("choice", ["yes", "no", "nothing at all"])),
@@ -129,7 +131,7 @@ def requests() -> tuple[Request, ...]:
     made = []
     for number, request in enumerate([*plain[: len(ASKS)], *sampled(plain)[len(ASKS) :]]):
         decoding = replace(ASKS[number % len(ASKS)], prompt_tokens=len(request.prompt))
-        if number >= len(ASKS) and not decoding.grammar:
+        if number >= len(ASKS) and not (decoding.grammar or decoding.allowed_token_ids):
             said = plainly(made[number - len(ASKS)])[0]
             words = [tuple(said[at : at + size]) for at, size in ((0, 1), (2, 2), (4, 3))]
             decoding = replace(decoding, bad_words=tuple(word for word in words if word))
@@ -172,6 +174,9 @@ def changed(
         logits[token] -= decoding.presence_penalty
     for token, bias in decoding.logit_bias:
         logits[token] += bias
+    for token in range(VOCAB) if decoding.allowed_token_ids else ():
+        if token not in decoding.allowed_token_ids:
+            logits[token] = -torch.inf
     if len(new) < decoding.min_tokens:
         logits[EOS] = -torch.inf
     for *rest, last in decoding.bad_words:
@@ -236,9 +241,12 @@ def agree(request: Request, output: Output) -> None:
     assert len(output.logprobs) == len(new)
     for token, said, plain in zip(new, output.logprobs, told, strict=True):
         assert said.logprob == pytest.approx(float(plain[token]), abs=1e-4)
-        assert len(said.top) == decoding.logprobs
-        best = plain.topk(decoding.logprobs).values.tolist()
-        assert [logprob for _, logprob in said.top] == pytest.approx(best, abs=1e-4)
+        if named := decoding.logprob_token_ids:
+            assert tuple(other for other, _ in said.top) == named
+        else:
+            assert len(said.top) == decoding.logprobs
+            best = plain.topk(decoding.logprobs).values.tolist()
+            assert [logprob for _, logprob in said.top] == pytest.approx(best, abs=1e-4)
         for other, logprob in said.top:
             assert logprob == pytest.approx(float(plain[other]), abs=1e-4)
             assert other != token or logprob == said.logprob

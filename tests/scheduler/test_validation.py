@@ -145,7 +145,7 @@ def test_ids_that_only_pad_the_embedding_may_come_back_but_not_be_asked_for() ->
     for field, value in (("committed", (128,)), ("prompt", (100,)), ("stop_token_ids", (100,))):
         with pytest.raises(InvalidRequest, match=f"^{field}: "):
             check_request(request(**{field: value}), CONFIG, padded)
-    with pytest.raises(InvalidRequest, match=r"^bad_words: token id 128 is outside"):
+    with pytest.raises(InvalidRequest, match=r"^bad_words: token id 128 is out of vocabulary"):
         check_request(request(decoding=Decoding(1, bad_words=((5, 128),))), CONFIG, padded)
 
 

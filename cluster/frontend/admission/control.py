@@ -154,7 +154,7 @@ class Admitted:
     _sequences: int
     _clock: Callable[[], float]
     used: int = 0
-    """How many of the charged tokens the call has used; the rest goes back."""
+    """How many tokens the call has used: less than was charged goes back, more is a debt."""
     _charged: tuple[TokenBucket, int] | None = None
     """From which bucket, and how much."""
 
@@ -164,11 +164,14 @@ class Admitted:
     def __exit__(self, *_: object) -> None:
         if self._charged is not None:
             bucket, charged = self._charged
-            bucket.give_back(max(charged - self.used, 0), self._clock())
+            if self.used > charged:
+                bucket.spend(self.used - charged, self._clock())
+            else:
+                bucket.give_back(charged - self.used, self._clock())
         self._use.in_flight -= self._sequences
 
     def charge(self, tokens: int) -> None:
-        """Count the most tokens that the request may use. Raises Overloaded."""
+        """Count the tokens that the request is expected to use. Raises Overloaded."""
         bucket = self._use.bucket
         if bucket is None:
             return

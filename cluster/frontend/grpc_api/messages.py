@@ -9,9 +9,10 @@ from typing import Any, TypeVar
 from google.protobuf.message import Message
 from pydantic import BaseModel
 
-from cluster.error_messages import validated
+from cluster.error_messages import shown_value, validated
 from cluster.frontend.admission.control import Caller
 from cluster.frontend.calls import Delta, GenerateCall, SequenceEnd
+from cluster.frontend.json_codec import parsed_json
 from cluster.frontend.prompts import REASONING_NAMES, ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from cluster.frontend.structure import Structure
 from cluster.frontend.tools import (
@@ -43,6 +44,12 @@ _TOOL_MODES: Mapping[int, ToolChoice] = {
 _NAMES = {field.name for field in fields(GenerateCall)}
 _SAME = [field for field in pb.GenerateRequest.DESCRIPTOR.fields if field.name in _NAMES]
 """What a call has by the same name, and as its own default where it is not given."""
+
+_OPTIONAL = {field.name for field in pb.GenerateRequest.DESCRIPTOR.fields if field.has_presence}
+_OF_CONVERSATIONS = (
+    *("tools", "chat_template_kwargs", "documents", "chat_template"),
+    *("add_generation_prompt", "continue_final_message"),
+)
 
 _M = TypeVar("_M", bound=BaseModel)
 _P = TypeVar("_P", bound=Message)
@@ -83,20 +90,46 @@ def _not_one_of(values: Any, number: int) -> str:
 def _prompt(message: pb.GenerateRequest, tools: ToolUse | None) -> Prompt:
     """Raises InvalidRequest unless it is given in exactly one form."""
     form = message.WhichOneof("input")
-    for name in ("tools", "chat_template_kwargs"):
-        if getattr(message, name) and not message.messages:
+    for name in _OF_CONVERSATIONS:
+        given = message.HasField(name) if name in _OPTIONAL else getattr(message, name)
+        if given and not message.messages:
             raise InvalidRequest(name, "only with messages")
     if form and message.messages:
         raise InvalidRequest("messages", f"{form} is given as well; exactly one is allowed")
     if message.messages:
         turns = [_turn(f"messages.{at}", one) for at, one in enumerate(message.messages)]
-        options = _json_object(message.chat_template_kwargs, "chat_template_kwargs")
-        return ChatPrompt.of(turns, tools, options)
+        goes_on = message.continue_final_message
+        if goes_on and message.add_generation_prompt:
+            raise InvalidRequest("continue_final_message", "not with add_generation_prompt")
+        return ChatPrompt.of(
+            turns,
+            tools,
+            _json_object(message.chat_template_kwargs, "chat_template_kwargs"),
+            documents=_documents(message.documents),
+            asks=not goes_on
+            and (message.add_generation_prompt or not message.HasField("add_generation_prompt")),
+            goes_on=goes_on,
+            special_tokens=message.add_special_tokens,
+            template=message.chat_template if message.HasField("chat_template") else None,
+        )
     if form == "prompt_token_ids":
         return TokenPrompt(message.prompt_token_ids.ids)
     if form == "prompt":
-        return TextPrompt(message.prompt)
+        special = message.add_special_tokens or not message.HasField("add_special_tokens")
+        return TextPrompt(message.prompt, special)
     raise InvalidRequest("prompt", "one of prompt, prompt_token_ids and messages must be given")
+
+
+def _documents(text: str) -> list[dict[str, Any]]:
+    """Raises InvalidRequest."""
+    try:
+        found = parsed_json(text or "[]")
+    except ValueError:
+        found = None
+    if not isinstance(found, list) or not all(isinstance(each, dict) for each in found):
+        reason = f"must be the text of a JSON array of objects, is {shown_value(text)}"
+        raise InvalidRequest("documents", reason)
+    return found
 
 
 def _turn(place: str, turn: pb.ChatMessage) -> dict[str, Any]:

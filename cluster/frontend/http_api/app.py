@@ -18,6 +18,7 @@ from cluster.frontend.http_api.guard import guard_of
 from cluster.frontend.http_api.messages import messages_router
 from cluster.frontend.http_api.openai_api import openai_router
 from cluster.frontend.http_api.responses import responses_router
+from cluster.frontend.http_api.server_api import server_router
 from cluster.frontend.http_api.tokens_api import tokens_router
 from cluster.frontend.service import FrontendService
 from cluster.frontend.status_codes import Refusal, Refused
@@ -26,7 +27,7 @@ log = logging.getLogger("lockstep.frontend")
 
 
 def http_app(service: FrontendService) -> FastAPI:
-    """Also routes /healthz (this process lives), /readyz and /health (a replica is ready).
+    """Also routes /healthz (this process lives), /readyz, /health and /ping (a replica is ready).
 
     Serve's proxy gives every request and its answer the header x-request-id, the client's own if it
     sends one: to set it here would send it twice.
@@ -35,7 +36,8 @@ def http_app(service: FrontendService) -> FastAPI:
         title="Lockstep",
         docs_url=None,
         redoc_url=None,
-        openapi_url=None,
+        openapi_url=None,  # `server_api` has its own
+        root_path=service.config.server.root_path,
         redirect_slashes=False,  # it would send callers to whatever Host names, past the guard
     )
     if origins := service.config.server.http_origins:
@@ -73,6 +75,8 @@ def http_app(service: FrontendService) -> FastAPI:
     async def healthz() -> PlainTextResponse:
         return PlainTextResponse("ok")
 
+    @app.get("/ping")
+    @app.post("/ping")
     @app.get("/health")
     @app.get("/readyz")
     async def readyz() -> PlainTextResponse:
@@ -81,6 +85,7 @@ def http_app(service: FrontendService) -> FastAPI:
 
     guard = Depends(guard_of(service.config))
     unknown = IgnoredNames()
+    app.include_router(server_router(service), dependencies=[guard])
     app.include_router(openai_router(service, unknown), dependencies=[guard])
     app.include_router(messages_router(service, unknown), dependencies=[guard])
     app.include_router(responses_router(service, unknown), dependencies=[guard])

@@ -43,12 +43,15 @@ def caller_of(request: Request) -> Caller:
     return Caller.from_headers(request.headers.items(), address)
 
 
-def check_model(service: FrontendService, name: str) -> None:
-    """Raises Refused for another model than the one that is served."""
+def check_model(service: FrontendService, name: str | None) -> str:
+    """The served model's name. Raises Refused for another one."""
     served = service.config.model_name
-    if name != served:
+    if name is not None and name != served:
         message = f"model: {name!r} is not served here, {served!r} is"
-        raise Refused(Refusal(StatusCode.NOT_FOUND, message, field="model"))
+        raise Refused(
+            Refusal(StatusCode.NOT_FOUND, message, field="model", reason="model_not_found")
+        )
+    return served
 
 
 async def read_body(request: Request, bytes_max: int, parse: Callable[[dict[str, Any]], T]) -> T:
@@ -88,9 +91,9 @@ def _parsed(body: bytearray, parse: Callable[[dict[str, Any]], T]) -> T:
 
 
 def refusal_body(refusal: Refusal) -> dict[str, object]:
-    """`code` is gRPC's name of the status, `param` the field that is wrong or null."""
     status = MEANINGS[refusal.code].http
-    return error_body(refusal.code.name, refusal.short_message, status, refusal.field)
+    said = refusal.short_message
+    return error_body(refusal.code.name, said, status, refusal.field, refusal.reason)
 
 
 def refusal_response(refusal: Refusal, more: Mapping[str, str] | None = None) -> JSONResponse:

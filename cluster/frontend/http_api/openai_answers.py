@@ -13,6 +13,7 @@ from cluster.frontend.answer import Answer, AnswerSequence
 from cluster.frontend.calls import Delta, GenerateCall, SequenceEnd
 from cluster.frontend.http_api import speculation
 from cluster.frontend.http_api.bodies import ChatRequest, GenerationRequest
+from cluster.frontend.http_api.bodies.parts import StreamOptions
 from cluster.frontend.http_api.event_ids import EventId, Place
 from cluster.frontend.http_api.text_offsets import TextOffsets
 from cluster.frontend.json_codec import LongArray, json_array, json_pieces
@@ -70,8 +71,9 @@ class OpenAIAnswer:
         made = ("chatcmpl-" if self._chat else "cmpl-") + uuid.uuid4().hex
         self.id = made if last is None else last.answer
         self._created = int(time.time())
-        options = asked.stream_options
-        self._with_usage = options is not None and options.include_usage
+        options = asked.stream_options or StreamOptions()
+        self._with_usage = options.include_usage
+        self._usage_so_far = self._with_usage and options.continuous_usage_stats
         self._seed = 0
         self._written: list[_Written] = []
         self._ends: dict[int, SequenceEnd] = {}
@@ -116,12 +118,18 @@ class OpenAIAnswer:
 
     def next_event(self, delta: Delta) -> Iterable[str] | None:
         """None: the client has it already."""
-        choice = self._choice(delta)
         written = self._written[delta.index]
+        first = self._chat and delta.index == 0 and written.place == Place()
+        choice = self._choice(delta)
         if written.place.ended:
             return None
         written.place = Place(written.place.tokens + len(delta.tokens), delta.end is not None)
-        return self.event(self._object([choice]) | ({"usage": None} if self._with_usage else {}))
+        said = self._object([choice])
+        if first:
+            said |= self._asked_of_prompt(written)
+        if self._with_usage:
+            said["usage"] = self._counted() if self._usage_so_far else None
+        return self.event(said)
 
     def last_events(self) -> Iterator[Iterable[str]]:
         if self._with_usage and not (self._last is not None and self._last.told_usage):
@@ -148,13 +156,14 @@ class OpenAIAnswer:
             said["logprobs"] = logprobs
         if asked.return_token_ids:
             said["token_ids"] = list(delta.tokens)
-            said |= {"prompt_token_ids": list(written.sequence.prompt)} if first else {}
+        elif not asked.stream:
+            said["token_ids"] = None
         if asked.speculative_decoding_stats:
             said["drafted"] = list(delta.drafted)
             if end is not None:
                 said["speculative_decoding_stats"] = speculation.stats(end.usage)
-        if first and asked.prompt_logprobs is not None:
-            said["prompt_logprobs"] = self._prompt_logprobs(written)
+        if first and not self._chat:
+            said |= self._asked_of_prompt(written)
         reason = None
         if end is not None:
             self._ends[delta.index] = end
@@ -162,7 +171,21 @@ class OpenAIAnswer:
             if reason == "stop" and written.sequence.called:
                 functions = isinstance(asked, ChatRequest) and asked.calls_functions
                 reason = "function_call" if functions else "tool_calls"
+            said["stop_reason"] = end.stop if end.stop_token is None else end.stop_token
         return {"index": delta.index, **said, "finish_reason": reason}
+
+    def _asked_of_prompt(self, written: _Written) -> dict[str, Any]:
+        """Where vLLM has it: of completions in a choice, of a chat in the answer. A stream has it
+        once, and nothing where nothing is asked for."""
+        asked = self.asked
+        said: dict[str, Any] = {"prompt_token_ids": None, "prompt_logprobs": None}
+        if asked.stream:
+            said.clear()
+        if asked.return_token_ids:
+            said["prompt_token_ids"] = list(written.sequence.prompt)
+        if asked.prompt_logprobs is not None:
+            said["prompt_logprobs"] = self._prompt_logprobs(written)
+        return said
 
     def _turn(self, text: str, delta: Delta, first: bool) -> dict[str, Any]:
         """The assistant's whole turn, or what a delta adds to it."""
@@ -182,11 +205,18 @@ class OpenAIAnswer:
                 turn |= calls
             return {"message": turn | told}
         turn = {"role": "assistant"} if first else {}
-        turn |= {"content": text} if text or (first and not reasoning) else {}
+        turn |= {"content": text} if text else {}
         parts = _call_parts(delta.calls)
         if parts:
             turn |= {"function_call": parts[0]["function"]} if functions else {"tool_calls": parts}
         return {"delta": turn | told}
+
+    def _counted(self) -> dict[str, int]:
+        """The usage of a stream up to here."""
+        new = sum(written.place.tokens for written in self._written)
+        new += len(self.asked.committed_token_ids)
+        given = sum(len(each.sequence.prompt) for each in self._written[:: self.asked.n])
+        return {"prompt_tokens": given, "completion_tokens": new, "total_tokens": given + new}
 
     def _usage(self) -> dict[str, Any]:
         """A prompt counts once, however many choices it has."""
@@ -211,12 +241,16 @@ class OpenAIAnswer:
         }
 
     def _costs(self) -> dict[str, Any]:
-        """The usage, and for a single sequence that had drafts how speculation went."""
+        """The usage, of a single sequence how fast it was written and how speculation went, and of
+        a whole chat what is asked of its prompt."""
         costs: dict[str, Any] = {"usage": self._usage()}
         if len(self._ends) == 1:
             [end] = self._ends.values()
+            costs["metrics"] = speculation.times(end)
             if end.usage.draft_tokens:
-                costs["metrics"] = {"speculative_decoding": speculation.steps(end.usage)}
+                costs["metrics"]["speculative_decoding"] = speculation.steps(end.usage)
+        if self._chat and not self.asked.stream:
+            costs |= self._asked_of_prompt(self._written[0])
         return costs
 
     def _of_prompt(self, written: _Written) -> list[tuple[int, TokenLogprobs | None]]:
@@ -238,7 +272,7 @@ class OpenAIAnswer:
         pairs = zip(told, names, strict=True)
         offsets = [self._offset(token, name, written) for (token, _), name in pairs]
         return {
-            "tokens": json_array(names, str),
+            "tokens": json_array(told, lambda of: self._shown(of[0])),
             "token_logprobs": json_array(told, lambda of: None if of[1] is None else of[1].logprob),
             "top_logprobs": json_array(told, self._top),
             "text_offset": json_array(offsets, int),
@@ -249,7 +283,7 @@ class OpenAIAnswer:
         token, said = told
         top = dict[str, float]()
         for other, logprob in () if said is None else (*said.top, (token, said.logprob)):
-            top.setdefault(self._name(other), logprob)
+            top.setdefault(self._shown(other), logprob)
         return top or None
 
     def _chat_logprobs(self, told: Sequence[tuple[int, TokenLogprobs | None]]) -> dict[str, Any]:
@@ -258,12 +292,15 @@ class OpenAIAnswer:
 
     def _token_of_chat(self, told: tuple[int, TokenLogprobs]) -> dict[str, Any]:
         token, said = told
-        top = [self._named(*other) for other in said.top]
+        given = list(said.top)
+        if self.asked.logprob_token_ids and all(other != token for other, _ in given):
+            given.append((token, said.logprob))
+        top = [self._named(*other) for other in given]
         return self._named(token, said.logprob) | {"top_logprobs": top}
 
     def _named(self, token: int, logprob: float) -> dict[str, Any]:
         return {
-            "token": self._name(token),
+            "token": self._shown(token),
             "logprob": logprob,
             "bytes": list(self._text.token_bytes(token)),
         }
@@ -283,6 +320,10 @@ class OpenAIAnswer:
             for other, (rank, value) in ranks.items()
         }
 
+    def _shown(self, token: int) -> str:
+        """As log-probabilities name it."""
+        return f"token_id:{token}" if self.asked.return_tokens_as_token_ids else self._name(token)
+
     def _name(self, token: int) -> str:
         if (name := self._names.get(token)) is None:
             name = self._text.token_bytes(token).decode(errors="replace")
@@ -292,7 +333,7 @@ class OpenAIAnswer:
     def _offset(self, token: int, name: str, written: _Written) -> int:
         """Where the token stands in the text. A special one has no place in an answer, and in a
         prompt only where it was given itself."""
-        if token not in special_ids(self._text.tokenizer):
+        if not self.asked.skip_special_tokens or token not in special_ids(self._text.tokenizer):
             return written.offsets.place(token, self._text.token_bytes(token))
         given = written.echo.startswith(name, written.offsets.end)
         return written.offsets.skip(name if given else "")
@@ -300,12 +341,18 @@ class OpenAIAnswer:
     def _begun(self, call: GenerateCall, sequence: AnswerSequence, place: Place) -> _Written:
         prompt, echo = call.prompts[sequence.index // call.choices], ""
         before: list[int] = []
-        if self.asked.echoes:
-            echo = prompt.text if isinstance(prompt, TextPrompt) else self._echo(sequence)
+        if isinstance(self.asked, ChatRequest):
+            echo = self.asked.echoed_turn
+        elif self.asked.echoes:
+            cut = call.truncate_prompt_tokens is not None
+            echo = prompt.text if isinstance(prompt, TextPrompt) and not cut else ""
+            echo = echo or self._echo(sequence)
         elif self.asked.top_logprobs_wanted is not None and not self._chat:
             before = [*sequence.prompt, *call.committed_token_ids]
         ends_with = b"".join(map(self._text.token_bytes, before[-CHARACTER_BYTES:]))
-        offsets = TextOffsets(Detokenizer(self._text.tokenizer, before), ends_with)
+        made = self._text.tokenizer
+        shown = frozenset[int]() if self.asked.skip_special_tokens else special_ids(made)
+        offsets = TextOffsets(Detokenizer(made, before, shown), ends_with)
         return _Written(sequence, place, echo, place.tokens, offsets)
 
     def _echo(self, sequence: AnswerSequence) -> str:

@@ -1,4 +1,4 @@
-"""OpenAI's API: models, completions and chat completions, whole or as server-sent events.
+"""OpenAI's API: completions and chat completions, whole or as server-sent events.
 
 Only translates, like the gRPC edge. `bodies` says which parameters are taken.
 """
@@ -6,14 +6,13 @@ Only translates, like the gRPC edge. `bodies` says which parameters are taken.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from cluster.frontend.answer import Answer
@@ -23,6 +22,7 @@ from cluster.frontend.http_api.bodies import (
     CompletionRequest,
     GenerationRequest,
     IgnoredNames,
+    Taken,
     taken,
 )
 from cluster.frontend.http_api.edge import (
@@ -45,24 +45,6 @@ log = logging.getLogger("lockstep.frontend")
 def openai_router(service: FrontendService, unknown: IgnoredNames) -> APIRouter:
     router, bytes_max = APIRouter(), service.config.frontend.message_bytes_max
     refuse_unknown = service.config.server.unknown_fields == "refuse"
-    served = {
-        "id": service.config.model_name,
-        "object": "model",
-        "created": int(time.time()),
-        "owned_by": "lockstep",
-    }
-
-    @router.get("/v1/models")
-    async def models(request: Request) -> Response:
-        checked_caller(service, request)
-        return JSONResponse({"object": "list", "data": [served]})
-
-    @router.get("/v1/models/{name:path}")
-    async def model(request: Request, name: str) -> Response:
-        checked_caller(service, request)
-        with service.refusals():
-            check_model(service, name)
-        return JSONResponse(served)
 
     @router.post("/v1/completions")
     async def completions(request: Request) -> Response:
@@ -72,13 +54,18 @@ def openai_router(service: FrontendService, unknown: IgnoredNames) -> APIRouter:
     async def chat_completions(request: Request) -> Response:
         return await answered(request, ChatRequest)
 
-    async def answered(request: Request, kind: type[GenerationRequest]) -> Response:
+    @router.post("/invocations")
+    async def invocations(request: Request) -> Response:
+        """As SageMaker calls models: the body says which of both it is."""
+        return await answered(request, None)
+
+    async def answered(request: Request, kind: type[GenerationRequest] | None) -> Response:
         caller = checked_caller(service, request)
         with service.refusals():
-            check = partial(taken, kind, refuse_unknown=refuse_unknown)
+            check = partial(_taken, kind, refuse_unknown)
             asked, ignored = given = await read_body(request, bytes_max, check)
             unknown.note(ignored)
-            check_model(service, asked.model)
+            asked = asked.with_model(check_model(service, asked.model))
             call = asked.to_call(caller, request.headers.get("x-request-id", ""))
             last = None
             if (name := request.headers.get("last-event-id")) is not None:
@@ -91,6 +78,14 @@ def openai_router(service: FrontendService, unknown: IgnoredNames) -> APIRouter:
         return CallResponse(service, call, shape, given.headers)
 
     return router
+
+
+def _taken(
+    kind: type[GenerationRequest] | None, refuse_unknown: bool, fields: dict[str, Any]
+) -> Taken:
+    if kind is None:
+        kind = ChatRequest if "messages" in fields else CompletionRequest
+    return taken(kind, fields, refuse_unknown)
 
 
 class AnswerShape(Protocol):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
+from cluster.frontend.calls import SequenceEnd
 from scheduler.messages import Usage
 
 
@@ -30,3 +31,15 @@ def steps(usage: Usage) -> dict[str, Any]:
         "num_draft_tokens": usage.draft_tokens,
         "num_spec_steps": usage.steps,
     }
+
+
+def times(end: SequenceEnd) -> dict[str, Any]:
+    """In vLLM's shape."""
+    new, writing_s = end.completion_tokens, max(end.total_s - end.first_token_s, 0.0)
+    times = {
+        "time_to_first_token_ms": end.first_token_s * 1e3,
+        "generation_time_ms": writing_s * 1e3,
+        "queue_time_ms": end.usage.queued_s * 1e3,
+        "tokens_per_second": new / end.total_s if end.total_s > 0 else 0.0,
+    }
+    return times | ({"mean_itl_ms": writing_s * 1e3 / (new - 1)} if new > 1 else {})

@@ -1,15 +1,14 @@
-"""The target's tokens over HTTP, as other servers have them; /version."""
+"""The target's tokens over HTTP, as other servers have them."""
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from importlib.metadata import version
 from typing import Any
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 
 from cluster.frontend.calls import check_prompt
 from cluster.frontend.http_api.bodies import (
@@ -32,16 +31,11 @@ def tokens_router(service: FrontendService, unknown: IgnoredNames) -> APIRouter:
     router, bytes_max = APIRouter(), service.config.frontend.message_bytes_max
     refuse_unknown = service.config.server.unknown_fields == "refuse"
 
-    @router.get("/version")
-    async def versions() -> JSONResponse:
-        return JSONResponse({"version": version("lockstep")})
-
     async def read(request: Request, kind: type[TokensRequest]) -> Taken:
         check = partial(taken, kind, refuse_unknown=refuse_unknown)
         given = await read_body(request, bytes_max, check)
         unknown.note(given.ignored)
-        if given.body.model is not None:
-            check_model(service, given.body.model)
+        check_model(service, given.body.model)
         return given
 
     @router.post("/tokenize")
@@ -68,7 +62,7 @@ def tokens_router(service: FrontendService, unknown: IgnoredNames) -> APIRouter:
             "tokens": json_array(tokens, int),
         }
         if asked.return_token_strs:
-            names = cache(lambda token: text.token_bytes(token).decode(errors="replace"))
+            names = cache(lambda token: text.tokenizer.id_to_token(token) or "")
             answer["token_strs"] = json_array(tokens, names)
         return LongJson(answer, service.writing, given.headers)
 
@@ -85,6 +79,12 @@ def tokens_router(service: FrontendService, unknown: IgnoredNames) -> APIRouter:
             turn.admitted.spend(len(asked.tokens))
             prompt = await turn.run(_decoded, service.text, asked.tokens)
         return LongJson({"prompt": prompt}, service.writing, given.headers)
+
+    @router.get("/tokenizer_info")
+    async def tokenizer_info(request: Request) -> Response:
+        """As vLLM has it: the tokenizer's settings."""
+        checked_caller(service, request)
+        return LongJson(service.text.tokenizer_info, service.writing)
 
     return router
 

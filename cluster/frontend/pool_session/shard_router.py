@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
@@ -100,6 +101,12 @@ class ShardRouter:
         loads = [session.load for session in self.sessions]
         busy = self.unfinished or any(load.outstanding_tokens for load in loads if load.answers)
         return self.ready and not busy
+
+    @property
+    def length_max(self) -> float:
+        """The longest content that a replica holds, as far as is known here; else infinite."""
+        loads = [session.load for session in self.sessions if session.load.serving]
+        return max((load.length_max for load in loads), default=math.inf)
 
     @property
     def ready(self) -> bool:

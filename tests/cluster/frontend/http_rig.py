@@ -163,8 +163,10 @@ def together(events: list[Event]) -> dict[str, Any]:
                 assert part["index"] not in choice["calls"]
                 choice["calls"][part["index"]] = [function["name"], ""]
             choice["calls"][part["index"]][1] += function["arguments"]
-        choice["prompts"] += [one["prompt_logprobs"]] if "prompt_logprobs" in one else []
-        choice["prompt_ids"] += [one["prompt_token_ids"]] if "prompt_token_ids" in one else []
+        # A chat has them beside its choices.
+        of_prompt = {**said, **one}
+        for name, key in (("prompts", "prompt_logprobs"), ("prompt_ids", "prompt_token_ids")):
+            choice[name] += [of_prompt[key]] if key in of_prompt else []
         choice["reasons"] += [one["finish_reason"]] if one["finish_reason"] else []
     for choice in choices.values():
         choice["tokens"] = len(choice["ids"]) or len(choice["logprobs"])

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import example, given, strategies as st
 from tokenizers import Tokenizer, decoders, models
 
-from cluster.frontend.text import HELD_MAX, Detokenizer, TextStream
-from tests.cluster.fakes import VOCAB, tokenizer
+from cluster.frontend.text import HELD_MAX, Detokenizer, TextRules, TextStream
+from tests.cluster.fakes import EOS, VOCAB, tokenizer
 
 TOKENS = st.lists(st.integers(2, VOCAB - 1), max_size=40)
 SPECIAL = (0, 1)
@@ -287,7 +287,8 @@ CUT = ids("the \u4e2d\U0001f98aquick")
 def test_text_ends_before_the_first_stop_string_wherever_chunks_end(
     tokens: list[int], at: int, data: st.DataObject
 ) -> None:
-    """Also where the prompt ends within a character."""
+    """Also where the prompt ends within a character. One that is whole within the first tokens,
+    where there must be more, ends no text."""
     prompt, tokens = CUT[:at], CUT[at:] + tokens
     detokenizer = Detokenizer(tokenizer(), prompt)
     seen = list(enumerate(accumulate(map(detokenizer.push, tokens)), start=1))
@@ -297,11 +298,19 @@ def test_text_ends_before_the_first_stop_string_wherever_chunks_end(
     part = st.builds(lambda at, size, rest: whole[at : at + size] + rest, begin, size, rest)
     drawn = data.draw(st.lists(part, max_size=3))
     stops = [stop for one in drawn for stop in (one[1:], one) if stop]
-    every = [*seen, (len(tokens), whole)]
-    used, text = next((one for one in every if any(stop in one[1] for stop in stops)), every[-1])
-    hits = [(text.index(stop), stop) for stop in stops if stop in text]
-    at, found = min(hits, default=(len(text), None))
-    stream = TextStream(tokenizer(), prompt, stops)
+    least, include = data.draw(st.integers(0, len(tokens))), data.draw(st.booleans())
+    early = len(dict(seen).get(least, ""))
+    every = [one for one in (*seen, (len(tokens), whole)) if one[0] > least]
+
+    def hits(text: str) -> list[tuple[int, str]]:
+        found = [(text.find(stop, max(0, early + 1 - len(stop))), stop) for stop in stops]
+        return [hit for hit in found if hit[0] >= 0]
+
+    used, text = next((one for one in every if hits(one[1])), (len(tokens), whole))
+    at, found = min(hits(text), default=(len(text), None)) if every else (len(text), None)
+    at += len(found or "") * include
+    rules = TextRules(stops, min_tokens=least, include_stop=include)
+    stream = TextStream(tokenizer(), prompt, rules)
     given_out, taken, stop = "", 0, None
     while stop is None and taken < len(tokens):
         piece = stream.push(tokens[taken : taken + data.draw(st.integers(1, 5))])
@@ -310,3 +319,18 @@ def test_text_ends_before_the_first_stop_string_wherever_chunks_end(
         piece = stream.finish()
         given_out, stop = given_out + piece.text, piece.stop
     assert (given_out, taken, stop) == (text[:at], used, found)
+
+
+def test_a_token_that_ends_the_answer_has_text_only_where_that_is_wanted() -> None:
+    tokens = ids("the quick brown")
+    for include, text in ((False, "the quick"), (True, "the quick brown")):
+        rules = TextRules(stop_tokens=frozenset(tokens[-1:]), include_stop=include)
+        stream = TextStream(tokenizer(), (), rules)
+        assert stream.push(tokens).text + stream.finish().text == text
+
+
+def test_special_tokens_have_text_only_where_that_is_wanted() -> None:
+    tokens = [*ids("the"), EOS, *ids("fox")]
+    for skip, text in ((True, "thefox"), (False, "the</s>fox")):
+        stream = TextStream(tokenizer(), (), TextRules(skip_special=skip))
+        assert stream.push(tokens).text + stream.finish().text == text

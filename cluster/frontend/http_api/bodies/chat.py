@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, model_validator
+from pydantic import BaseModel, field_validator, model_validator
 
+from cluster.error_messages import shown_value
 from cluster.frontend.admission.control import Caller
 from cluster.frontend.calls import GenerateCall
 from cluster.frontend.http_api.bodies.generation import GenerationRequest
@@ -14,29 +15,38 @@ from cluster.frontend.http_api.bodies.parts import (
     AnyToolChoice,
     FunctionPart,
     Message,
-    ToolPart,
+    TemplateOptions,
     tool_use_of,
 )
-from cluster.frontend.prompts import ChatPrompt, Prompt
+from cluster.frontend.prompts import Prompt
 from cluster.frontend.tools import FunctionName, NamedTool, Tool, ToolChoice, ToolUse
 
 
-class ChatRequest(GenerationRequest, BaseModel):
+class ChatRequest(GenerationRequest, TemplateOptions, BaseModel):
     logprobs_field: ClassVar = "top_logprobs"
     messages: list[Message]
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int | None = None
-    tools: list[ToolPart] = []
     tool_choice: AnyToolChoice = "auto"
     parallel_tool_calls: bool = True
     functions: list[FunctionPart] = []
     function_call: Literal["none", "auto"] | FunctionName = "auto"
-    chat_template_kwargs: dict[str, Any] = {}
     reasoning_effort: str | None = None
     enable_thinking: bool | None = None
     include_reasoning: bool = True
     thinking_token_budget: int | None = None
+    echo: bool = False
+    add_special_tokens: bool = False
+    input_ids: list[int] | None = None
+
+    @field_validator("kv_transfer_params")
+    @classmethod
+    def _ids_of_a_prompt(cls, params: dict[str, Any]) -> dict[str, Any]:
+        ids = params.get("prompt_token_ids", [])
+        if not isinstance(ids, list) or not all(type(token) is int for token in ids):
+            raise ValueError(f"prompt_token_ids must be token ids, is {shown_value(ids)}")
+        return params
 
     @property
     def top_logprobs_wanted(self) -> int | None:
@@ -46,8 +56,6 @@ class ChatRequest(GenerationRequest, BaseModel):
     def _what_chat_fields_need(self) -> Self:
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs: only with logprobs")
-        if self.max_tokens is not None and self.max_completion_tokens is not None:
-            raise ValueError("max_tokens: max_completion_tokens is given as well")
         if self.functions and self.tools:
             raise ValueError("functions: tools are given as well")
         return self
@@ -61,13 +69,35 @@ class ChatRequest(GenerationRequest, BaseModel):
     def limit(self) -> tuple[str, int | None]:
         if self.max_completion_tokens is not None:
             return "max_completion_tokens", self.max_completion_tokens
+        # Some clients send both.
         return super().limit
 
     @property
     def prompts(self) -> tuple[Prompt, ...]:
-        turns = [turn.for_template for turn in self.messages]
         options = template_options(self.reasoning_effort, self.enable_thinking)
-        return (ChatPrompt.of(turns, self.tool_use, options | self.chat_template_kwargs),)
+        return (
+            self.chat_prompt(
+                self.messages,
+                self.tool_use,
+                options | self.chat_template_kwargs,
+                special_tokens=self.add_special_tokens,
+                ids=self.given_ids,
+            ),
+        )
+
+    @property
+    def given_ids(self) -> list[int] | None:
+        """The prompt's tokens, by SGLang's name, or as vLLM's routers pass them on."""
+        if self.input_ids is not None:
+            return self.input_ids
+        ids: list[int] | None = self.kv_transfer_params.get("prompt_token_ids")
+        return ids
+
+    @property
+    def echoed_turn(self) -> str:
+        """What the answer repeats of the last turn, if it is the assistant's."""
+        last = self.messages[-1]
+        return last.content or "" if self.echo and last.role == "assistant" else ""
 
     @property
     def tool_use(self) -> ToolUse | None:

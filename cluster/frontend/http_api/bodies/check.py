@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
-from pydantic import ValidationInfo, model_validator
+from pydantic import ConfigDict, ValidationInfo, model_validator
 
 from cluster.error_messages import Strict, did_you_mean, validated
 from cluster.frontend.http_api.bodies.parameters import PARAMETERS, TOPS, Kind
@@ -44,9 +44,16 @@ class Names:
         self.ignored: dict[str, None] = {}
 
 
+def _described(schema: dict[str, Any], model: type[Any]) -> None:
+    """In the OpenAPI document."""
+    if model.open_to_unknown:
+        schema["additionalProperties"] = True
+
+
 class Known(Strict):
     """An object of a body: takes its own fields, and the names that the table lets pass."""
 
+    model_config = ConfigDict(json_schema_extra=_described)
     place: ClassVar[str] = ""
     """Of its names in the table, with a point behind it."""
     open_to_unknown: ClassVar[bool] = True

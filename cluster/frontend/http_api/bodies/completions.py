@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
-from pydantic import field_validator
+from pydantic import WithJsonSchema, field_validator
 
 from cluster.error_messages import shown_value
 from cluster.frontend.http_api.bodies.generation import GenerationRequest
 from cluster.frontend.prompts import Prompt, TextPrompt, TokenPrompt
 
+_NEW_TOKENS = 16
+"""As OpenAI has it."""
+
+
+_IDS = {"type": "array", "items": {"type": "integer"}, "minItems": 1}
+_ONE = {"anyOf": [{"type": "string"}, _IDS]}
+_PROMPT = {"anyOf": [*_ONE["anyOf"], {"type": "array", "items": _ONE, "minItems": 1}]}
+"""As the OpenAPI document says it."""
+
 
 class CompletionRequest(GenerationRequest):
     logprobs_field: ClassVar = "logprobs"
-    prompt: tuple[str | tuple[int, ...], ...]
+    prompt: Annotated[tuple[str | tuple[int, ...], ...], WithJsonSchema(_PROMPT)]
     logprobs: int | None = None
     echo: bool = False
     add_special_tokens: bool = True
@@ -28,6 +37,10 @@ class CompletionRequest(GenerationRequest):
                 "must be a text, a list of token ids, or a list of either, is " + shown_value(given)
             )
         return tuple(each if isinstance(each, str) else tuple(each) for each in prompts)
+
+    @property
+    def default_limit(self) -> int | None:
+        return _NEW_TOKENS
 
     @property
     def top_logprobs_wanted(self) -> int | None:

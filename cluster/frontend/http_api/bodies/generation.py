@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import fields
+from collections.abc import Mapping
+from dataclasses import fields, replace
 from typing import Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, field_validator, model_validator
@@ -19,11 +20,25 @@ from cluster.frontend.structure import Structure
 from cluster.frontend.tools import ToolUse
 from scheduler.messages import Priority
 
+_STRUCTURES: Mapping[str, str] = {
+    "guided_json": "json",
+    "guided_json_object": "json_object",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+    "json_schema": "json",
+    "regex": "regex",
+    "ebnf": "grammar",
+}
+"""What vLLM and SGLang also have at the top, and as fields of `structured_outputs`."""
+_SHOWN_MAX = 5
+"""Wrong keys in a sentence."""
+
 
 class GenerationRequest(Known, BaseModel):  # the linter looks no further than its bases
     logprobs_field: ClassVar[str]
     """The field that says how many likeliest tokens are told of."""
-    model: str
+    model: str | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     n: int = 1
@@ -36,6 +51,8 @@ class GenerationRequest(Known, BaseModel):  # the linter looks no further than i
     stop: str | list[str] = []
     stop_token_ids: list[int] = []
     ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
     priority: Literal["high", "normal", "low", 0] | None = None
     user: str = ""
     cache_salt: str = ""
@@ -47,26 +64,51 @@ class GenerationRequest(Known, BaseModel):  # the linter looks no further than i
     bad_words: list[str] = []
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_json_object: bool | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    json_schema: dict[str, Any] | str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    allowed_token_ids: list[int] = []
+    truncate_prompt_tokens: int | None = None
+    truncation_side: Literal["left", "right"] = "left"
     prompt_logprobs: int | None = None
+    logprob_token_ids: list[int] = []
+    return_tokens_as_token_ids: bool = False
     return_token_ids: bool = False
+    kv_transfer_params: dict[str, Any] = {}
     speculative_decoding_stats: bool = False
     committed_token_ids: list[int] = []
 
     @field_validator("logit_bias")
     @classmethod
     def _ids_as_texts(cls, biases: dict[str, float]) -> dict[str, float]:
-        for token in biases:
-            if not (token.isascii() and token.isdigit() and len(token) < 20):
-                raise ValueError(f"the keys must be token ids, one is {shown_value(token)}")
+        if wrong := [token for token in biases if not _is_id(token)]:
+            shown = ", ".join(map(shown_value, wrong[:_SHOWN_MAX]))
+            raise ValueError(f"the keys must be token ids, not {shown}")
         return biases
 
     @model_validator(mode="after")
     def _what_goes_together(self) -> Self:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options: only with stream")
-        if self.response_format is not None and self.structured_outputs is not None:
-            raise ValueError("structured_outputs: response_format is given as well")
+        if len(given := self._structures) > 1:
+            raise ValueError(f"{given[1]}: {given[0]} is given as well")
+        _ = self.structure
         return self
+
+    @property
+    def _structures(self) -> list[str]:
+        """Fields that say what the text must be."""
+        names = ("response_format", "structured_outputs", *_STRUCTURES)
+        return [name for name in names if getattr(self, name) not in (None, False)]
+
+    def with_model(self, name: str) -> Self:
+        """The answer names the model that is served."""
+        return self if self.model == name else self.model_copy(update={"model": name})
 
     @property
     @abstractmethod
@@ -82,6 +124,9 @@ class GenerationRequest(Known, BaseModel):  # the linter looks no further than i
     def structure(self) -> Structure | None:
         """What the new text must be."""
         asked = self.response_format or self.structured_outputs
+        for name, own in _STRUCTURES.items():
+            if (given := getattr(self, name)) not in (None, False):
+                asked = StructuredOutputs.model_validate({own: given})
         return None if asked is None else asked.structure
 
     @property
@@ -91,7 +136,12 @@ class GenerationRequest(Known, BaseModel):  # the linter looks no further than i
     @property
     def structure_field(self) -> str:
         """The field that says what the text must be."""
-        return "structured_outputs" if self.response_format is None else "response_format"
+        return self._structures[0]
+
+    @property
+    def default_limit(self) -> int | None:
+        """The most new tokens where the body says nothing; None: as many as the context holds."""
+        return None
 
     @property
     def limit(self) -> tuple[str, int | None]:
@@ -121,6 +171,7 @@ class GenerationRequest(Known, BaseModel):  # the linter looks no further than i
             choices=self.n,
             request_id=request_id,
             max_new_tokens=self.limit[1],
+            default_new_tokens=self.default_limit,
             structure=self.structure,
             tools=self.tool_use,
             logprobs=self.top_logprobs_wanted,
@@ -151,7 +202,11 @@ class GenerationRequest(Known, BaseModel):  # the linter looks no further than i
         field = names.get(refusal.field, refusal.field)
         rest = refusal.message.removeprefix(f"{refusal.field}: ")
         message = f"{field}: {rest}" if refusal.field else refusal.message
-        return Refusal(refusal.code, message, refusal.retry_after_s, field)
+        return replace(refusal, message=message, field=field)
+
+
+def _is_id(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) < 20
 
 
 _SAME = [

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from typing import Any, ClassVar, Literal, Self
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    WithJsonSchema,
+    field_validator,
+    model_validator,
+)
 
 from cluster.error_messages import Strict, shown_value
 from cluster.frontend.http_api.bodies.check import Known
-from cluster.frontend.prompts import REASONING_NAMES
+from cluster.frontend.http_api.bodies.structural_tags import grammar_of_tags
+from cluster.frontend.prompts import REASONING_NAMES, ChatPrompt
 from cluster.frontend.structure import Structure
 from cluster.frontend.tools import (
     CalledFunction,
@@ -20,6 +29,7 @@ from cluster.frontend.tools import (
     Tool,
     ToolChoice,
     ToolUse,
+    json_object,
 )
 from scheduler.errors import InvalidRequest
 
@@ -28,6 +38,7 @@ class StreamOptions(Known):
     place: ClassVar = "stream_options."
     open_to_unknown: ClassVar = False
     include_usage: bool = False
+    continuous_usage_stats: bool = False
 
 
 class JsonSchema(Strict):
@@ -37,20 +48,29 @@ class JsonSchema(Strict):
     strict: bool = True
 
 
-class ResponseFormat(Strict):
-    type: Literal["text", "json_object", "json_schema"]
+class ResponseFormat(Known):
+    place: ClassVar = "response_format."
+    open_to_unknown: ClassVar = False
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchema | None = None
+    structures: list[dict[str, Any]] | None = None
+    triggers: list[str] | None = None
+    format: dict[str, Any] | None = None
 
     @model_validator(mode="after")
-    def _schema_with_its_type(self) -> Self:
+    def _fields_of_its_type(self) -> Self:
         if (self.type == "json_schema") != (self.json_schema is not None):
             raise ValueError("json_schema: with the type json_schema, and only with it")
+        if self.type == "structural_tag":
+            grammar_of_tags(self.model_dump())
         return self
 
     @property
     def structure(self) -> Structure | None:
         if self.type == "text":
             return None
+        if self.type == "structural_tag":
+            return Structure("grammar", (grammar_of_tags(self.model_dump()),))
         schema = {"type": "object"} if self.json_schema is None else self.json_schema.schema_
         return Structure("json_schema", (json.dumps(schema),))
 
@@ -64,12 +84,19 @@ class StructuredOutputs(Known):
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: str | dict[str, Any] | None = None
 
     @model_validator(mode="after")
     def _exactly_one(self) -> Self:
-        given = (self.json_, self.regex, self.choice, self.grammar)
-        if sum(structure is not None for structure in given) != 1:
-            raise ValueError("exactly one of json, regex, choice and grammar must be given")
+        names = ("json_", "regex", "choice", "grammar", "structural_tag")
+        given = [name for name in names if getattr(self, name) is not None]
+        if len(given) + bool(self.json_object) != 1:
+            raise ValueError(
+                "exactly one of json, json_object, regex, choice, grammar and structural_tag must"
+                " be given"
+            )
+        _ = self.structure
         return self
 
     @property
@@ -81,7 +108,13 @@ class StructuredOutputs(Known):
             return Structure("choice", tuple(self.choice))
         if self.regex is not None:
             return Structure("regex", (self.regex,))
-        return Structure("grammar", (self.grammar or "",))
+        if self.grammar is not None:
+            return Structure("grammar", (self.grammar,))
+        if self.structural_tag is None:
+            return Structure("json_schema", ('{"type": "object"}',))
+        tags = self.structural_tag
+        given = json_object(tags) if isinstance(tags, str) else tags
+        return Structure("grammar", (grammar_of_tags(given),))
 
 
 class FunctionPart(Known, Function):
@@ -133,6 +166,22 @@ class TextPart(Known):
     text: str
 
 
+_CONTENT = {
+    "anyOf": [
+        {"type": ["string", "null"]},
+        {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "required": ["type", "text"],
+                "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+            },
+        },
+    ]
+}
+"""As the OpenAPI document says it."""
+
+
 class Message(Known):
     place: ClassVar = "messages."
     role: str
@@ -142,7 +191,9 @@ class Message(Known):
     function_call: CalledFunctionPart | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
-    content: str | None = Field(default=None, validate_default=True)
+    content: Annotated[str | None, WithJsonSchema(_CONTENT)] = Field(
+        default=None, validate_default=True
+    )
 
     @field_validator("content", mode="before")
     @classmethod
@@ -175,3 +226,38 @@ class Message(Known):
         if reasoning := self.reasoning or self.reasoning_content:
             said |= dict.fromkeys(REASONING_NAMES, reasoning)
         return {name: value for name, value in said.items() if value is not None}
+
+
+class TemplateOptions(Known, BaseModel):  # the linter looks no further than its bases
+    """What a body may tell the chat template beside the turns."""
+
+    tools: list[ToolPart] = []
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] = {}
+    documents: list[dict[str, Any]] = []
+
+    @model_validator(mode="after")
+    def _one_end(self) -> Self:
+        if self.continue_final_message and self.add_generation_prompt:
+            raise ValueError("continue_final_message: not with add_generation_prompt")
+        return self
+
+    def chat_prompt(
+        self,
+        turns: Sequence[Message],
+        tools: ToolUse | None,
+        options: Mapping[str, Any],
+        **others: Any,
+    ) -> ChatPrompt:
+        return ChatPrompt.of(
+            [turn.for_template for turn in turns],
+            tools,
+            options,
+            documents=self.documents,
+            asks=self.add_generation_prompt is not False and not self.continue_final_message,
+            goes_on=self.continue_final_message,
+            template=self.chat_template,
+            **others,
+        )

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Self
 
 from pydantic import model_validator
 
 from cluster.frontend.http_api.bodies.check import Known
-from cluster.frontend.http_api.bodies.parts import Message, ToolPart
+from cluster.frontend.http_api.bodies.parts import Message, TemplateOptions
 from cluster.frontend.prompts import ChatPrompt, TextPrompt
 from cluster.frontend.tools import ToolUse
 
@@ -16,36 +16,34 @@ class TokensRequest(Known):
     model: str | None = None
 
 
-class Tokenize(TokensRequest):
+class Tokenize(TokensRequest, TemplateOptions):
     prompt: str | None = None
     messages: list[Message] | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool = False
-    tools: list[ToolPart] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
 
     @model_validator(mode="after")
     def _what_goes_together(self) -> Self:
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("prompt: exactly one of prompt and messages must be given")
         if self.messages is None:
-            for name in ("tools", "chat_template_kwargs"):
+            for name in TemplateOptions.model_fields:
                 if getattr(self, name):
                     raise ValueError(f"{name}: only with messages")
-        elif self.add_special_tokens:
-            raise ValueError("add_special_tokens: not with messages, whose template has its own")
         return self
 
     @property
     def tool_use(self) -> ToolUse | None:
-        return ToolUse.of(self.tools or (), "auto", parallel=True)
+        return ToolUse.of(self.tools, "auto", parallel=True)
 
     @property
     def to_tokenize(self) -> TextPrompt | ChatPrompt:
         if self.messages is None:
             return TextPrompt(self.prompt or "", self.add_special_tokens is not False)
-        turns = [turn.for_template for turn in self.messages]
-        return ChatPrompt.of(turns, self.tool_use, self.chat_template_kwargs or {})
+        special = self.add_special_tokens is True
+        return self.chat_prompt(
+            self.messages, self.tool_use, self.chat_template_kwargs, special_tokens=special
+        )
 
 
 class Detokenize(TokensRequest):

@@ -17,10 +17,11 @@ from grpc import StatusCode
 
 from cluster.config import ClusterConfig
 from cluster.config_sources import from_args
-from cluster.frontend.admission.control import Admitted
+from cluster.frontend.admission.control import AdmissionControl, Admitted, Caller
 from cluster.frontend.admission.keys import add
 from cluster.frontend.http_api.app import http_app
 from protos import lockstep_pb2 as pb
+from scheduler.errors import Overloaded
 from scheduler.messages import Batch, Priority, Request, StepResult
 from tests.cluster.fakes import FakeReplica, perfect, tokenizer
 from tests.cluster.frontend import rig
@@ -83,6 +84,17 @@ async def test_a_request_pays_for_what_it_used(keys: Path, monkeypatch: pytest.M
         for context in await both(made, request, authorization=f"Bearer {key}"):
             assert context.code is None
     assert paid == [len(PROMPT_IDS) + perfect(PROMPT_IDS, 8).index(stop) + 1] * 2
+
+
+def test_a_call_that_uses_more_than_was_expected_leaves_a_debt(keys: Path) -> None:
+    caller = Caller((f"Bearer {add(keys, 'alice', tokens_per_minute=600)}",))
+    config = keyed(keys)
+    control = AdmissionControl(config.auth, config.frontend, clock=lambda: 0.0)
+    with control.admit(caller) as admitted:
+        admitted.charge(300)
+        admitted.used = 700
+    with pytest.raises(Overloaded):
+        control.admit(caller)
 
 
 # --------------------------------------------------------------------------- logs

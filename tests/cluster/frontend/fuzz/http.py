@@ -87,7 +87,7 @@ def long_streams(kind: draw.Kind) -> Any:
 
 
 async def over_http(_made: GrpcApi, app: FastAPI, asked: draw.Asked) -> str:
-    """The status; of a stream that ends with an error, its code."""
+    """The status; of a stream that ends with an error, that of the error."""
     headers = dict(asked.headers)
     answer = await http(app, asked.body, asked.path, headers, method=asked.method)
     if answer.status >= 400:
@@ -95,7 +95,7 @@ async def over_http(_made: GrpcApi, app: FastAPI, asked: draw.Asked) -> str:
         return f"{answer.status}"
     if b'data: {"error"' not in answer.body:
         return f"{answer.status}"
-    code = json.loads(answer.body.rpartition(b"data: ")[2])["error"]["code"]
+    code = json.loads(answer.body.rpartition(b"data: ")[2])["error"]["status"]
     return ("5xx" if StatusCode[code] in FAULTS else f"{answer.status}") + f" then {code}"
 
 

@@ -139,12 +139,22 @@ RANGES: dict[str, Values] = {
     "committed_token_ids": IDS,
     "priority": st.sampled_from(["high", "normal", "low"]),
     "tokens": IDS,
+    "allowed_token_ids": IDS,
+    "logprob_token_ids": IDS,
+    "truncate_prompt_tokens": st.integers(-1, 5).filter(bool),
+    "truncation_side": st.sampled_from(["left", "right"]),
+    "documents": st.just([{"title": "x", "text": "y"}]),
+    "input_ids": IDS,
+    "kv_transfer_params": IDS.map(lambda ids: {"prompt_token_ids": ids}),
+    "chat_template": st.just("{{ messages[0].content }}"),
 }
 RANGES |= {
     name: st.booleans()
     for name in (
         *("stream", "ignore_eos", "echo", "return_token_ids", "parallel_tool_calls"),
-        *("add_special_tokens", "return_token_strs"),
+        *("add_special_tokens", "return_token_strs", "include_stop_str_in_output"),
+        *("skip_special_tokens", "return_tokens_as_token_ids"),
+        *("add_generation_prompt", "continue_final_message"),
     )
 }
 RANGES |= dict.fromkeys(("user", "cache_salt"), TEXT)
@@ -153,6 +163,7 @@ RANGES |= {"stream_options": st.fixed_dictionaries({}, optional={"include_usage"
 
 
 NOT_WITH_A_STRUCTURE = ("ignore_eos", "committed_token_ids", "min_tokens", "bad_words")
+NOT_WITH_A_STRUCTURE += ("allowed_token_ids",)
 
 
 def requests_of(kind: Kind) -> Values:
@@ -179,8 +190,12 @@ def well_formed(kind: Kind) -> Values:
         bound = sum(name in fields for name in ("tools", "response_format", "structured_outputs"))
         continued = bool(fields.get("committed_token_ids"))
         several = fields.get("n", 1) > 1 or isinstance(fields.get("prompt"), list)
+        asked = fields.get("logprobs")
         return bound < 2 and not (
-            (bound and any(fields.get(name) for name in NOT_WITH_A_STRUCTURE))
+            ("allowed_token_ids" in fields and "bad_words" in fields)
+            or ("logprob_token_ids" in fields and asked in (None, False))
+            or "chat_template" in fields
+            or (bound and any(fields.get(name) for name in NOT_WITH_A_STRUCTURE))
             or (continued and (several or "seed" not in fields or fields.get("max_tokens", 0) < 8))
             or (fields.get("tool_choice") == "required" and "tools" not in fields)
         )

@@ -122,7 +122,7 @@ async def test_an_unexpected_error_is_logged_and_told_without_its_text(
         answer = await post(served_on, "completions", prompt=PROMPT, max_tokens=4, stream=stream)
         said = answer.body.partition(b"data: ")[2] if stream else answer.body
         assert answer.status == (200 if stream else 500)
-        assert json.loads(said)["error"]["code"] == "INTERNAL"
+        assert json.loads(said)["error"]["status"] == "INTERNAL"
         assert b"division" not in said
         await until(lambda: not unfinished(made.service))
     assert "ZeroDivisionError" in caplog.text

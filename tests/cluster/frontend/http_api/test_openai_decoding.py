@@ -55,12 +55,15 @@ async def whole(app: FastAPI, **fields: Any) -> dict[str, Any]:
     return dict(choices[0])
 
 
+GUIDED = {"guided_json", "guided_json_object", "guided_regex", "guided_choice", "guided_grammar"}
 RENAMED: dict[str, set[str]] = {
     "prompt_token_ids": {"prompt"},
     "max_new_tokens": {"max_tokens", "max_completion_tokens"},
     "cache_salt": {"cache_salt", "user"},
-    "json_schema": {"response_format", "structured_outputs"},
-    **{key: {"structured_outputs"} for key in ("regex", "choice", "grammar")},
+    "json_schema": {"response_format", "structured_outputs", "json_schema", *GUIDED},
+    **{key: {"structured_outputs"} for key in ("choice", "grammar")},
+    "regex": {"structured_outputs", "regex"},
+    "grammar": {"structured_outputs", "ebnf"},
     "logprobs": {"logprobs", "top_logprobs"},
     "prompt_logprobs": {"prompt_logprobs", "echo"},
     **{key: {"tool_choice"} for key in ("tool_mode", "tool_name")},
@@ -78,7 +81,10 @@ HTTP_ONLY = {
     "stream": "gRPC has two calls",
     "stream_options": "an End has the usage",
     "return_token_ids": "gRPC always does",
-    "add_special_tokens": "gRPC sends token ids",
+    "return_tokens_as_token_ids": "gRPC has no names of tokens",
+    "truncation_side": "gRPC keeps the end",
+    "input_ids": "messages alone are a prompt",
+    "kv_transfer_params": "of other servers' routers",
     "functions": "another name of tools",
     "function_call": "another name of tool_choice",
     "reasoning_effort": "an option of the chat template",
@@ -108,6 +114,18 @@ def test_both_edges_have_the_fields_of_one_table() -> None:
 IDS = {"prompt_token_ids": {"ids": [766, 639, 8]}}
 ALONE = {"structured_outputs": {"json": SCHEMA}}
 JSON = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}
+TAG = {"begin": "The ", "schema": {"enum": ["f", "g"]}, "end": "()"}
+TAGS = {"structures": [TAG], "triggers": ["Th"]}
+CONTENT = {"type": "json_schema", "json_schema": TAG["schema"]}
+FORMAT = {
+    "type": "triggered_tags",
+    "triggers": ["Th"],
+    "tags": [{"begin": "The ", "content": CONTENT, "end": "()"}],
+}
+TAGGED = """start: (lead rest)* REST
+lead[lazy]: /(?s:.*)Th/
+rest: "e " %json {"enum": ["f", "g"]} "()"
+REST: /(?s:.*)/ & ~/(?s:.*)Th(?s:.*)/"""
 SAME = [
     ({"repetition_penalty": 1.4}, {}),
     ({"frequency_penalty": 1.0, "presence_penalty": -0.5}, {}),
@@ -116,6 +134,10 @@ SAME = [
     ({"bad_words": ["function", "used"]}, {}),
     ({"temperature": 1.5, "top_k": 40, "top_p": 0.9, "min_p": 0.01, "seed": 3}, {}),
     ({"stop": ["used"]}, {}),
+    ({"stop": ["used"], "include_stop_str_in_output": True}, {}),
+    ({"ignore_eos": True, "logit_bias": {"1": 100}, "skip_special_tokens": False}, {}),
+    ({"allowed_token_ids": [65, 70, 90, 199]}, {}),
+    ({"truncate_prompt_tokens": 2}, {}),
     ({"stop_token_ids": [65]}, {}),
     ({"committed_token_ids": [199, 456]}, {}),
     (IDS, {"prompt": IDS["prompt_token_ids"]["ids"]}),
@@ -124,11 +146,25 @@ SAME = [
     ({"json_schema": '{"type": "object"}'}, {"response_format": {"type": "json_object"}}),
     ({"regex": "[a-z]{3,9}"}, {"structured_outputs": {"regex": "[a-z]{3,9}"}}),
     ({"choice": {"texts": ["yes", "no"]}}, {"structured_outputs": {"choice": ["yes", "no"]}}),
+    ({"json_schema": '{"type": "object"}'}, {"structured_outputs": {"json_object": True}}),
+    ({"json_schema": json.dumps(SCHEMA)}, {"guided_json": SCHEMA}),
+    ({"json_schema": '{"type": "object"}'}, {"guided_json_object": True}),
+    ({"json_schema": json.dumps(SCHEMA)}, {"json_schema": SCHEMA}),
+    ({"regex": "[a-z]{3,9}"}, {"guided_regex": "[a-z]{3,9}"}),
+    ({"regex": "[a-z]{3,9}"}, {"regex": "[a-z]{3,9}"}),
+    ({"choice": {"texts": ["yes", "no"]}}, {"guided_choice": ["yes", "no"]}),
+    ({"grammar": 'start: "a" "b"+'}, {"guided_grammar": 'start: "a" "b"+'}),
+    ({"grammar": 'start: "a" "b"+'}, {"ebnf": 'root ::= "a" "b"+'}),
+    ({"grammar": TAGGED}, {"structured_outputs": {"structural_tag": TAGS}}),
+    ({"grammar": TAGGED}, {"response_format": {"type": "structural_tag"} | TAGS}),
+    ({"grammar": TAGGED}, {"response_format": {"type": "structural_tag", "format": FORMAT}}),
     ({"grammar": 'start: "a" "b"+'}, {"structured_outputs": {"grammar": 'start: "a" "b"+'}}),
 ]
 ELSEWHERE = {"prompt", "max_new_tokens", "messages", "chat_template_kwargs", "priority"}
 ELSEWHERE |= {"include_reasoning", "thinking_token_budget"}
 ELSEWHERE |= {"tools", "tool_mode", "tool_name", "parallel_tool_calls"}
+ELSEWHERE |= {"add_generation_prompt", "continue_final_message", "chat_template", "documents"}
+ELSEWHERE |= {"add_special_tokens", "logprob_token_ids"}
 ELSEWHERE |= {"logprobs", "prompt_logprobs", "cache_salt", "request_id", "n"}
 """Fields of both whose effect the tests of chats, tools, reasoning, priorities,
 choices and log-probabilities show."""

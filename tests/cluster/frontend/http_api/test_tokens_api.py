@@ -45,7 +45,8 @@ async def test_texts_become_tokens_and_tokens_texts() -> None:
     async with http_frontend(replicas=0, text=TEXT) as app:
         found = (await post(app, "/tokenize", prompt=PROMPT, return_token_strs=True)).json
         assert found["tokens"] == PROMPT_IDS
-        assert "".join(found["token_strs"]) == PROMPT
+        names = [TEXT.tokenizer.id_to_token(token) for token in PROMPT_IDS]
+        assert found["token_strs"] == names
         assert (await post(app, "/tokenize", prompt="")).json["count"] == 0
         talk = await post(app, "/tokenize", messages=TURNS, model="tiny")
         assert talk.json["count"] > len(PROMPT_IDS)
@@ -64,6 +65,7 @@ async def test_special_tokens_tools_and_options_of_the_template() -> None:
         assert await tokens(prompt=PROMPT) == [0, *PROMPT_IDS]
         assert await tokens(prompt=PROMPT, add_special_tokens=False) == PROMPT_IDS
         plain = await tokens(messages=TURNS)
+        assert await tokens(messages=TURNS, add_special_tokens=True) == [0, *plain]
         offered = await tokens(messages=TURNS, tools=[TOOL])
         options = {"documents": "x"}
         assert len(offered) > len(plain)
@@ -79,7 +81,7 @@ async def test_special_tokens_tools_and_options_of_the_template() -> None:
         ("tokenize", {"prompt": "x", "messages": TURNS}, "prompt"),
         ("tokenize", {"prompt": "x", "tools": [TOOL]}, "tools"),
         ("tokenize", {"messages": TURNS, "tools": [TOOL]}, "tools"),
-        ("tokenize", {"messages": TURNS, "add_special_tokens": True}, "add_special_tokens"),
+        ("tokenize", {"prompt": "x", "continue_final_message": True}, "continue_final_message"),
         ("tokenize", {"prompt": "x" * 41}, "prompt"),
         ("tokenize", {"messages": [{"role": "user", "content": "x" * 41}]}, "messages"),
         ("tokenize", {"messages": []}, "messages"),
