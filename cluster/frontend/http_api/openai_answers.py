@@ -15,7 +15,7 @@ from cluster.frontend.http_api import speculation
 from cluster.frontend.http_api.bodies import ChatRequest, GenerationRequest
 from cluster.frontend.http_api.bodies.parts import StreamOptions
 from cluster.frontend.http_api.event_ids import EventId, Place
-from cluster.frontend.http_api.text_offsets import TextOffsets
+from cluster.frontend.http_api.text_offsets import TextOffsets, TokenNames
 from cluster.frontend.json_codec import LongArray, json_array, json_pieces
 from cluster.frontend.prompts import TextPrompt
 from cluster.frontend.target_text import TargetText
@@ -77,7 +77,9 @@ class OpenAIAnswer:
         self._seed = 0
         self._written: list[_Written] = []
         self._ends: dict[int, SequenceEnd] = {}
-        self._names: dict[int, str] = {}
+        self._names = TokenNames(
+            text, asked.return_tokens_as_token_ids, bool(asked.logprob_token_ids)
+        )
 
     def begin(self, answer: Answer) -> None:
         self._seed = answer.seed(0) or 0
@@ -246,67 +248,22 @@ class OpenAIAnswer:
             at = len(self.asked.committed_token_ids)
             seen = written.sequence.live.tokens[at : at + before]
             self._logprobs([*self._of_prompt(written), *((token, None) for token in seen)], written)
-        names = [self._name(token) for token, _ in told]
+        names = [self._names.name(token) for token, _ in told]
         pairs = zip(told, names, strict=True)
         offsets = [self._offset(token, name, written) for (token, _), name in pairs]
         return {
-            "tokens": json_array(told, lambda of: self._shown(of[0])),
+            "tokens": json_array(told, lambda of: self._names.shown(of[0])),
             "token_logprobs": json_array(told, lambda of: None if of[1] is None else of[1].logprob),
-            "top_logprobs": json_array(told, self._top),
+            "top_logprobs": json_array(told, self._names.top),
             "text_offset": json_array(offsets, int),
         }
 
-    def _top(self, told: tuple[int, TokenLogprobs | None]) -> dict[str, float] | None:
-        """Tokens that are part of a character may have one name: the likeliest has it."""
-        token, said = told
-        top = dict[str, float]()
-        for other, logprob in () if said is None else (*said.top, (token, said.logprob)):
-            top.setdefault(self._shown(other), logprob)
-        return top or None
-
     def _chat_logprobs(self, told: Sequence[tuple[int, TokenLogprobs | None]]) -> dict[str, Any]:
         known = [(token, said) for token, said in told if said is not None]
-        return {"content": json_array(known, self._token_of_chat), "refusal": None}
-
-    def _token_of_chat(self, told: tuple[int, TokenLogprobs]) -> dict[str, Any]:
-        token, said = told
-        given = list(said.top)
-        if self.asked.logprob_token_ids and all(other != token for other, _ in given):
-            given.append((token, said.logprob))
-        top = [self._named(*other) for other in given]
-        return self._named(token, said.logprob) | {"top_logprobs": top}
-
-    def _named(self, token: int, logprob: float) -> dict[str, Any]:
-        return {
-            "token": self._shown(token),
-            "logprob": logprob,
-            "bytes": list(self._text.token_bytes(token)),
-        }
+        return {"content": json_array(known, self._names.of_chat), "refusal": None}
 
     def _prompt_logprobs(self, written: _Written) -> list[Any] | LongArray:
-        return json_array(written.told_of_prompt, self._ranked)
-
-    def _ranked(self, told: tuple[int, TokenLogprobs | None]) -> dict[str, Any] | None:
-        """The likeliest tokens and the one that stands there, by their ids."""
-        token, said = told
-        if said is None:
-            return None
-        ranks = {other: (rank, value) for rank, (other, value) in enumerate(said.top, 1)}
-        ranks[token] = (said.rank, said.logprob)
-        return {
-            str(other): {"logprob": value, "rank": rank, "decoded_token": self._name(other)}
-            for other, (rank, value) in ranks.items()
-        }
-
-    def _shown(self, token: int) -> str:
-        """As log-probabilities name it."""
-        return f"token_id:{token}" if self.asked.return_tokens_as_token_ids else self._name(token)
-
-    def _name(self, token: int) -> str:
-        if (name := self._names.get(token)) is None:
-            name = self._text.token_bytes(token).decode(errors="replace")
-            self._names[token] = name
-        return name
+        return json_array(written.told_of_prompt, self._names.ranked)
 
     def _offset(self, token: int, name: str, written: _Written) -> int:
         """Where the token stands in the text. A special one has no place in an answer, and in a

@@ -9,8 +9,8 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 
+from cluster.frontend.http_api.bodies.openapi import document, page
 from cluster.frontend.http_api.edge import check_model, checked_caller
-from cluster.frontend.http_api.openapi import document, page
 from cluster.frontend.service import FrontendService
 
 

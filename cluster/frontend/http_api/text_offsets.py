@@ -1,8 +1,13 @@
-"""Where each token begins in the text of an answer. Knows bytes of tokens, and no request."""
+"""Where each token begins in the text of an answer, and what tokens and their log-probabilities are
+called. Knows bytes of tokens, and no request."""
 
 from __future__ import annotations
 
+from typing import Any
+
+from cluster.frontend.target_text import TargetText
 from cluster.frontend.text import Detokenizer
+from scheduler.decoding import TokenLogprobs
 
 
 class TextOffsets:
@@ -69,3 +74,59 @@ def _lacks_some(said: bytes) -> bool:
     except UnicodeDecodeError as error:
         return error.start == 0 and error.end == len(said) and "unexpected end" in error.reason
     return False
+
+
+class TokenNames:
+    """Log-probabilities of one answer as they are told, with the names of their tokens."""
+
+    def __init__(self, text: TargetText, as_ids: bool, tells_own: bool) -> None:
+        """`as_ids`: names are ids. `tells_own`: a chat's list has the token that stands there."""
+        self._text = text
+        self._as_ids = as_ids
+        self._tells_own = tells_own
+        self._names: dict[int, str] = {}
+
+    def top(self, told: tuple[int, TokenLogprobs | None]) -> dict[str, float] | None:
+        """Tokens that are part of a character may have one name: the likeliest has it."""
+        token, said = told
+        top = dict[str, float]()
+        for other, logprob in () if said is None else (*said.top, (token, said.logprob)):
+            top.setdefault(self.shown(other), logprob)
+        return top or None
+
+    def of_chat(self, told: tuple[int, TokenLogprobs]) -> dict[str, Any]:
+        token, said = told
+        given = list(said.top)
+        if self._tells_own and all(other != token for other, _ in given):
+            given.append((token, said.logprob))
+        top = [self.named(*other) for other in given]
+        return self.named(token, said.logprob) | {"top_logprobs": top}
+
+    def named(self, token: int, logprob: float) -> dict[str, Any]:
+        return {
+            "token": self.shown(token),
+            "logprob": logprob,
+            "bytes": list(self._text.token_bytes(token)),
+        }
+
+    def ranked(self, told: tuple[int, TokenLogprobs | None]) -> dict[str, Any] | None:
+        """The likeliest tokens and the one that stands there, by their ids."""
+        token, said = told
+        if said is None:
+            return None
+        ranks = {other: (rank, value) for rank, (other, value) in enumerate(said.top, 1)}
+        ranks[token] = (said.rank, said.logprob)
+        return {
+            str(other): {"logprob": value, "rank": rank, "decoded_token": self.name(other)}
+            for other, (rank, value) in ranks.items()
+        }
+
+    def shown(self, token: int) -> str:
+        """As log-probabilities name it."""
+        return f"token_id:{token}" if self._as_ids else self.name(token)
+
+    def name(self, token: int) -> str:
+        if (name := self._names.get(token)) is None:
+            name = self._text.token_bytes(token).decode(errors="replace")
+            self._names[token] = name
+        return name

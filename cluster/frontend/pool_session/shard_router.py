@@ -96,17 +96,17 @@ class ShardRouter:
         return sum(len(session.unfinished) for session in self.sessions)
 
     @property
+    def length_max(self) -> float:
+        """The longest content that a replica holds, as far as is known here; else infinite."""
+        loads = [session.load for session in self.sessions if session.load.serving]
+        return max((load.length_max for load in loads), default=math.inf)
+
+    @property
     def idle(self) -> bool:
         """Whether no shard that answers has anything to do, as far as is known here."""
         loads = [session.load for session in self.sessions]
         busy = self.unfinished or any(load.outstanding_tokens for load in loads if load.answers)
         return self.ready and not busy
-
-    @property
-    def length_max(self) -> float:
-        """The longest content that a replica holds, as far as is known here; else infinite."""
-        loads = [session.load for session in self.sessions if session.load.serving]
-        return max((load.length_max for load in loads), default=math.inf)
 
     @property
     def ready(self) -> bool:

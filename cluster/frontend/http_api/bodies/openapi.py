@@ -12,14 +12,11 @@ from typing import Any
 
 from pydantic.json_schema import models_json_schema
 
-from cluster.frontend.http_api.bodies import (
-    ChatRequest,
-    CompletionRequest,
-    Detokenize,
-    Known,
-    Tokenize,
-)
+from cluster.frontend.http_api.bodies.chat import ChatRequest
+from cluster.frontend.http_api.bodies.check import Known
+from cluster.frontend.http_api.bodies.completions import CompletionRequest
 from cluster.frontend.http_api.bodies.parameters import PARAMETERS
+from cluster.frontend.http_api.bodies.tokens import Detokenize, Tokenize
 
 BODIES: Mapping[str, tuple[type[Known], str]] = {
     "/v1/completions": (CompletionRequest, "Goes on with a text"),
