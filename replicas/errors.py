@@ -15,3 +15,7 @@ class TooLittleMemory(ValueError):
         super().__init__(message)
         self.least = least
         """Bytes for weights, KV cache and buffers that would do."""
+
+
+class TrainingRefused(ValueError):
+    """A drafter cannot be trained so; the message begins with the setting, file or model."""

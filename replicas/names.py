@@ -124,6 +124,20 @@ _QWEN3 = {
     "max_position_embeddings": 40_960,
     "rope_theta": 1_000_000.0,
 }
+_QWEN3_MOE = _QWEN3 | {
+    "model_type": "qwen3_moe",
+    "num_key_value_heads": 4,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+}
+_TINY_MOE = {
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "norm_topk_prob": True,
+}
 _TINY = {
     "model_type": "qwen3",
     "vocab_size": 512,
@@ -133,8 +147,10 @@ _TINY = {
 }
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-8b": _shape(_QWEN3, 4096, 12_288, 36, 32),
+    "qwen3-30b-a3b": _shape(_QWEN3_MOE, 2048, 6144, 48, 32),
     "qwen3-0.6b": _shape(_QWEN3, 1024, 3072, 28, 16),
     "tiny": _shape(_TINY, 64, 96, 6, 4),
+    "tiny-moe": _shape(_TINY | _TINY_MOE | {"model_type": "qwen3_moe"}, 64, 96, 4, 4),
     "tiny-draft": _shape(_TINY, 32, 48, 1, 4),
 }
 """Arguments of transformers' config classes, `model_type` beside them."""

@@ -1,7 +1,7 @@
 """Load a target and what drafts for it, and refuse what could not be served exactly.
 
-Models must attend to the whole context, and their position encoding must not depend on what else is
-in the batch. What drafts is known by its `DraftSource` alone.
+What their layers need must have a description (`layer_reading`), and their position encoding must
+not depend on what else is in the batch. What drafts is known by its `DraftSource` alone.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from replicas.models import (
     dtype_name,
     dtype_of,
     keep_own_part,
+    layers_of,
     load_config,
     load_model,
     resolve,
@@ -50,7 +51,7 @@ class Pair:
     @property
     def shape(self) -> PairShape:
         """What must be known of it to plan memory."""
-        sizes, size = ModelShape.of(self.target.config), weight_bytes(self.target)
+        sizes, size = ModelShape.of_model(self.target), weight_bytes(self.target)
         if self.draft is None:
             return PairShape(sizes, size, self.context_len)
         return PairShape(sizes, size, self.context_len, self.draft.memory)
@@ -79,10 +80,10 @@ def read_pair(config: ReplicaConfig) -> Pair:
     if draft is not None and draft.vocab_size is not None:
         vocab_size = min(vocab_size, draft.vocab_size)
     context_len = _context_len(of_target, config.context_len)
-    # Only the target's output counts: a draft that sees more than it was trained for drafts worse.
-    check_attention(of_target, context_len)
+    check_positions(of_target)
     target = without_storage(of_target, config)
     keep_own_part(target, 0, config.tensor_parallel)
+    layers_of(target)  # what is not served is refused before weights are read
     return Pair(
         target=target,
         draft=draft,
@@ -110,30 +111,26 @@ def load_pair(config: ReplicaConfig, read: Pair | None = None) -> Pair:
     return replace(read, target=target, draft=draft, device=device)
 
 
-def check_attention(config: Any, context_len: int) -> None:
-    """Raise PairRefused for a model whose output would depend on its batch mates here."""
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    window = getattr(config, "sliding_window", None)
-    if not getattr(config, "use_sliding_window", True):
-        window = None
-    windowed = "sliding_attention" in kinds or (kinds == {"full_attention"} and window is not None)
-    other = kinds - {"full_attention", "sliding_attention"}
-    if other:
-        raise PairRefused(
-            f"{config.model_type}: layers of kind {sorted(other)}; only full attention is served"
-        )
-    if windowed and (window is None or window < context_len):
-        raise PairRefused(
-            f"{config.model_type}: sliding window {window} is shorter than the context of"
-            f" {context_len}; set context_len to at most {window}"
-        )
+def check_positions(config: Any) -> None:
+    """Raise PairRefused for positions that depend on what else is in the batch."""
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    kind = rope.get("rope_type", "default") if isinstance(rope, dict) else "default"
-    if kind in ("dynamic", "longrope"):
+    ropes = [rope, *rope.values()] if isinstance(rope, dict) else []
+    kinds = {
+        one.get("rope_type", "default")
+        for one in ropes
+        if isinstance(one, dict) and not _same_factors(one)
+    }
+    for kind in sorted(kinds & {"dynamic", "longrope"}):
         raise PairRefused(
             f"{config.model_type}: rope_type {kind!r} depends on the longest row of a batch, so"
             " output would depend on batch mates"
         )
+
+
+def _same_factors(rope: dict[str, Any]) -> bool:
+    """Whether rotations have factors of their own, the same for short and for long texts."""
+    factors = rope.get("short_factor")
+    return factors is not None and factors == rope.get("long_factor")
 
 
 def _context_len(target_config: Any, wanted: int | None) -> int:

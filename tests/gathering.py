@@ -7,11 +7,10 @@ takes seconds.
 from __future__ import annotations
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 
 from replicas.kv_cache import DevicePassLayout
 from replicas.models.decoder import LayerAttention
-from replicas.models.device_attention import PagedBackend
+from replicas.models.device_attention import PagedBackend, plain_attention
 
 Kernels = PagedBackend
 """The attention that is served, also where `GatherBackend` stands for it."""
@@ -23,20 +22,31 @@ class GatherBackend(PagedBackend):
     In float64, so that what is rounded at the end has the same bits whatever the batch.
     """
 
-    def begin(self, layout: DevicePassLayout, stride: int) -> LayerAttention:
-        heads, size = self.cache.shape.heads, self.cache.shape.block_size
+    def begin(self, layout: DevicePassLayout) -> LayerAttention:
+        size = self.cache.shape.block_size
         table = layout.table[:, : -(-layout.reach // size)]
-        last = layout.grid.clamp(min=0)[:, None, :, None]
-        seen = torch.arange(table.shape[1] * size, device=table.device) <= last
+        last = layout.grid.clamp(min=0)
 
-        def attention(layer: int, queries: torch.Tensor, scaling: float) -> torch.Tensor:
-            kv = self.cache.layers[layer][table].flatten(1, 2).double()
-            keys, values = kv.permute(2, 0, 3, 1, 4)  # [rows, kv_heads, positions, head_dim], each
-            grid = spread(layout, queries[:, :heads]).transpose(1, 2).double()
-            out = scaled_dot_product_attention(
-                grid, keys, values, attn_mask=seen, scale=scaling, enable_gqa=True
-            )
-            return gathered(layout, out.transpose(1, 2).flatten(2)).to(queries.dtype)
+        def attention(
+            layer: int, queries: torch.Tensor, scaling: float, sinks: torch.Tensor | None = None, /
+        ) -> torch.Tensor:
+            needs = self.cache.needs[layer]
+            kv = self.cache.layers[needs.store][table].flatten(1, 2).double()
+            keys, values = kv.permute(2, 0, 3, 1, 4)  # [rows, kv_heads, positions, width], each
+            grid = spread(layout, queries[:, : needs.heads]).transpose(1, 2).double()
+            rows = [
+                plain_attention(
+                    grid[row],
+                    keys[row, ..., : needs.head_dim],
+                    values[row, ..., : needs.value_dim],
+                    last[row],
+                    scaling,
+                    needs,
+                    sinks,
+                )
+                for row in range(layout.rows)
+            ]
+            return gathered(layout, torch.stack(rows).flatten(2)).to(queries.dtype)
 
         return attention
 

@@ -17,6 +17,7 @@ from cluster.cli.simulate import simulate
 from cluster.config import ConfigError, ServerConfig
 from cluster.config_sources import from_args, text_of
 from cluster.frontend.admission import keys as store
+from cluster.training.command import train_drafter
 
 main = typer.Typer(
     name="lockstep",
@@ -282,6 +283,7 @@ def _errors() -> Iterator[None]:
 
 main.command(cls=SectionedCommand)(bench)
 main.command(cls=SectionedCommand)(simulate)
+main.command(cls=SectionedCommand)(train_drafter)
 main.add_typer(keys, name="keys")
 
 if __name__ == "__main__":

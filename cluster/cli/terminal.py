@@ -61,11 +61,17 @@ class Bars:
     def __exit__(self, *_exc: object) -> None:
         self._progress.stop()
 
-    def note(self, phase: str, done: int, total: int | None) -> None:
-        """So much of the phase is done."""
+    def note(self, phase: str, done: int, total: int | None, said: str = "") -> None:
+        """So much of the phase is done; `said` stands behind its name."""
         if phase not in self._tasks:
             self._tasks[phase] = self._progress.add_task(phase, total=total)
-        self._progress.update(self._tasks[phase], completed=done, total=total)  # type: ignore[arg-type]
+        shown = f"{phase}: {said}" if said else phase
+        self._progress.update(
+            self._tasks[phase],  # type: ignore[arg-type]
+            description=shown,
+            completed=done,
+            total=total,
+        )
 
 
 class Terminal:

@@ -22,7 +22,7 @@ from cluster.frontend.reasoning import ReasoningReader
 from cluster.frontend.status_codes import CODES, Refusal, Refused, refusal_of_finish
 from cluster.frontend.text import TextStream
 from cluster.frontend.tools import CallDelta, ToolReader
-from cluster.metrics import FrontendMeter
+from cluster.metrics import CallRecord, FrontendMeter
 from cluster.pool.protocol import STOPPING
 from scheduler.decoding import TokenLogprobs
 from scheduler.messages import Finish, FinishReason, Request, Usage
@@ -121,7 +121,7 @@ class Answer:
         config: ClusterConfig,
     ) -> None:
         self.call = call
-        self._arrived_s = arrived_s
+        self._arrived_s = self._submitted_s = arrived_s
         self._router = router
         self._meter = meter
         self._config = config.frontend
@@ -139,6 +139,8 @@ class Answer:
     ) -> None:
         """Hand one more sequence to the pool."""
         assert request.timeout_s is not None
+        if not self.sequences:
+            self._submitted_s = time.monotonic()
         left_s = self._arrived_s + request.timeout_s - time.monotonic()
         live = self._router.submit(request, left_s)
         self.sequences.append(AnswerSequence(len(self.sequences), live, text, tools, reasoning))
@@ -156,41 +158,29 @@ class Answer:
             if not sequence.live.ended.is_set():
                 self._router.cancel(sequence.live)
 
-    def close(self) -> int:
-        """Cancel what has not ended, and log the call. Returns the tokens that all of its
-        sequences have used."""
+    def close(self) -> CallRecord:
+        """Cancel what has not ended; what became of the call."""
         self.cancel()
         lives = [sequence.live for sequence in self.sequences]
-        begun_s = [live.first_s for live in lives if live.first_s]
-        first_s = min(begun_s) - self._arrived_s if begun_s else 0.0
-        total_s = time.monotonic() - self._arrived_s
-        self._meter.answered(self.status.name, first_s, total_s)
         served = [live for live in lives if live.reject is None]
         if rejects := [live.reject for live in lives if live.reject is not None]:
             self._meter.refused(CODES[rejects[0].code])
-        prompt_tokens = sum(len(live.request.prompt) for live in served)
-        new_tokens = sum(len(live.tokens) for live in served)
-        usages = [live.finish.usage for live in lives if live.finish is not None]
-        steps = sum(usage.steps for usage in usages)
-        committed = sum(usage.accepted_tokens + usage.steps for usage in usages)
-        replicas = dict.fromkeys(name for usage in usages for name in usage.replicas)
-        # An id is the client's text: it is quoted.
-        log.info(
-            "request id=%r status=%s sequences=%d prompt_tokens=%d cached_tokens=%d new_tokens=%d"
-            " queued_s=%.3f first_token_s=%.3f total_s=%.3f tokens_per_step=%.2f replicas=%s",
-            self.call.request_id or lives[0].pool_id,
-            self.status.name,
-            len(lives),
-            prompt_tokens,
-            sum(usage.cached_tokens for usage in usages),
-            new_tokens,
-            max((usage.queued_s for usage in usages), default=0.0),
-            first_s,
-            total_s,
-            committed / steps if steps else 0.0,
-            ",".join(replicas) or "-",
+        record = CallRecord(
+            request_id=self.call.request_id or lives[0].pool_id,
+            traceparent=self.call.caller.traceparent,
+            status=self.status.name,
+            sequences=len(lives),
+            prompt_tokens=sum(len(live.request.prompt) for live in served),
+            new_tokens=sum(len(live.tokens) for live in served),
+            arrived_s=self._arrived_s,
+            submitted_s=self._submitted_s,
+            first_token_s=min((live.first_s for live in lives if live.first_s), default=0.0),
+            ended_s=time.monotonic(),
+            usages=[live.finish.usage for live in lives if live.finish is not None],
         )
-        return prompt_tokens + new_tokens
+        self._meter.answered(record)
+        log.info("%s", record)
+        return record
 
     async def __aiter__(self) -> AsyncIterator[Delta]:
         left = len(self.sequences)

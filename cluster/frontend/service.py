@@ -31,6 +31,7 @@ from cluster.frontend.target_text import TargetText
 from cluster.frontend.text import TextStream
 from cluster.metrics import FrontendMeter
 from cluster.metrics.exposition import exposition
+from cluster.metrics.tracing import Tracer
 from cluster.pool.protocol import STOPPING, PoolOverview, PoolPort, PoolView
 from scheduler.errors import InvalidRequest, LockstepError, Overloaded
 from scheduler.messages import Request
@@ -65,6 +66,7 @@ class FrontendService:
         name: str,
         meter: FrontendMeter | None = None,
         bounded: BoundedWork | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
         """`pools`: one per shard. `bounded`: processes that services share, and that their owner
         starts and closes; without it this one has its own."""
@@ -76,6 +78,7 @@ class FrontendService:
         self._factory = RequestFactory(text, config)
         self._meter = meter or FrontendMeter()
         self.router = ShardRouter(pools, config, name, self._meter)
+        self._tracer = tracer or Tracer(config.trace, config.model_name)
         self.audit = Audit(config.audit, self.router, self._meter)
         self.admission = AdmissionControl(config.auth, config.frontend)
         # Each holds up all else of this process for a tenth of a second when it has a long text.
@@ -101,6 +104,7 @@ class FrontendService:
     async def close(self) -> None:
         await self.audit.close()
         await self.router.close()
+        await asyncio.to_thread(self._tracer.close)
         if self._owns_bounded:
             self.bounded.close()
         for threads in (self._tokenizers, self._token_calls):
@@ -160,7 +164,9 @@ class FrontendService:
                 answer.status = refused.refusal.code
                 raise
             finally:
-                admitted.used = answer.close()
+                record = answer.close()
+                admitted.used = record.prompt_tokens + record.new_tokens
+                self._tracer.record(record)
                 for sequence in answer.sequences:
                     live = sequence.live
                     self.audit.offer(live, call.request_id or live.pool_id)

@@ -4,12 +4,14 @@
 started anew does without, the other has Ray.
 """
 
+from cluster.metrics.calls import CallRecord
 from cluster.metrics.meters import FrontendMeter, PoolMeter, gauges
 from cluster.metrics.sums import Sink, Sum, Sums
 from cluster.metrics.table import METRICS, Metric
 
 __all__ = [
     "METRICS",
+    "CallRecord",
     "FrontendMeter",
     "Metric",
     "PoolMeter",

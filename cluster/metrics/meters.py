@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
+from cluster.metrics.calls import CallRecord
 from cluster.metrics.sums import Sink, Sum, Sums
 from cluster.metrics.table import METRICS
 from scheduler.messages import Finish
@@ -142,13 +143,13 @@ class FrontendMeter(_Meter):
     def refused(self, code: StatusCode) -> None:
         self._count("lockstep_calls_refused", 1, {"status": code.name})
 
-    def answered(self, status: str, first_token_s: float, total_s: float) -> None:
+    def answered(self, call: CallRecord) -> None:
         if self._chunks:
             chunks, self._chunks = self._chunks, 0
             self._count("lockstep_streamed_chunks", chunks)
-        if first_token_s > 0:
-            self._count("lockstep_first_token_seconds", first_token_s)
-        self._count("lockstep_request_seconds", total_s, {"status": status})
+        if call.first_token_s:
+            self._count("lockstep_first_token_seconds", call.to_first_token_s)
+        self._count("lockstep_request_seconds", call.total_s, {"status": call.status})
 
     def audited(self, tokens: int, differs: bool) -> None:
         """A finished request was decoded again, and so many of its tokens were compared."""

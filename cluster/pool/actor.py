@@ -111,7 +111,9 @@ class PoolActor:
         """A new membership of a replica, or why there is none; `process` is what `probe`
         understands."""
         self._wake_up()
-        if refused := incompatible(spec, {one: peer.spec for one, peer in self._workers.items()}):
+        if refused := incompatible(
+            spec, {worker_id: peer.spec for worker_id, peer in self._workers.items()}
+        ):
             log.error("replica %s is refused: %s", replica_id, refused)
             return refused
         if replica_id not in self._workers:

@@ -5,7 +5,7 @@ from typing import Any
 
 from replicas.config import ReplicaConfig
 from replicas.drafters.clover import CloverSource
-from replicas.drafters.eagle3 import HeadSource
+from replicas.drafters.eagle3 import LAYER, HeadConfig, HeadSource, head_config
 from replicas.drafters.model import ModelSource
 from replicas.drafters.one_pass import OnePassSource
 from replicas.drafters.protocol import Drafter, DraftRequest, DraftSource, Observation, Proposal

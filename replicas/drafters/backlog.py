@@ -58,6 +58,19 @@ class Backlog:
         """KV positions that were taken in."""
         return self._rows[row].valid
 
+    def seen(self, row: str) -> int:
+        """Positions that were seen."""
+        return self._rows[row].valid + len(self._rows[row].tokens)
+
+    def kept(self, row: str) -> list[torch.Tensor]:  # each [1, hidden]
+        """The hidden states, by layer, of the one position that was not taken in; empty: none."""
+        hidden = self._rows[row].hidden
+        return hidden[0] if hidden else []
+
+    def entered(self, row: str, end: int) -> None:
+        """The drafter has taken in the positions before `end` by itself."""
+        self._rows[row] = _Row(end)
+
     def rollback(self, rows: Sequence[str], lengths: Sequence[int]) -> None:
         for id, length in zip(rows, lengths, strict=True):
             row = self._rows[id]
@@ -87,9 +100,11 @@ class Backlog:
         self,
         ids: Sequence[str],
         table: torch.Tensor,  # [rows, blocks], int64
+        least: int = 1,
     ) -> Arrears | None:
-        """All that was seen of these rows; None: nothing. It stays until `settle`."""
-        behind = [at for at, id in enumerate(ids) if self._rows[id].tokens]
+        """All that was seen of those of these rows that are at least so many positions behind;
+        None: nothing. It stays until `settle`."""
+        behind = [at for at, id in enumerate(ids) if len(self._rows[id].tokens) >= least]
         if not behind:
             return None
         if len(behind) < len(ids):

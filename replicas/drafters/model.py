@@ -151,7 +151,7 @@ class ModelSource(DraftSource):
 
     @property
     def memory(self) -> DraftMemory:
-        return DraftMemory(weight_bytes(self.model), ModelShape.of(self.model.config))
+        return DraftMemory(weight_bytes(self.model), ModelShape.of_model(self.model))
 
     def load(self, config: ReplicaConfig, device: torch.device) -> ModelSource:
         path = resolve(self.name, "draft", dtype_name(config), DRAFTING_FIELD)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from replicas.invariant.ops import TILE, Arithmetic
-from replicas.kv_cache import SCRAP_BLOCK, CacheShape, TokenRange
+from replicas.kv_cache import SCRAP_BLOCK, CacheShape, LayerShape, TokenRange
 
 GROUP_COST_NUMBERS = 32768
 """Keys and values of one layer whose reading takes about as long as the calls of one more group."""
@@ -39,6 +39,19 @@ class RowGroup:
     """Positions, from the first on, that every query sees."""
     hidden: Any  # array [rows, width, length - seen], float32
     """Of the others: 0, or -inf where a query does not see them."""
+    last: Any  # array [rows, width], int64: the last position that each query sees
+
+    def hidden_in(self, needs: LayerShape) -> tuple[int, Any]:
+        """`seen` and `hidden` of a layer whose queries may see fewer positions than all before."""
+        if needs.full:
+            return self.seen, self.hidden
+        positions, last = np.arange(self.length), self.last[:, :, None]
+        seen = positions <= last
+        if needs.window is not None:
+            seen &= positions > last - needs.window
+        if needs.chunk is not None:
+            seen &= positions >= last - last % needs.chunk
+        return 0, np.where(seen, np.float32(0), np.float32(-np.inf))
 
 
 @dataclass(slots=True)
@@ -137,7 +150,7 @@ def _group(
     seen = int(last.min()) + 1
     beyond = np.arange(seen, length) > last[:, :, None]
     hidden = np.where(beyond, np.float32(-np.inf), np.float32(0))
-    return RowGroup(queries, blocks, length, seen, hidden)
+    return RowGroup(queries, blocks, length, seen, hidden, last)
 
 
 def _padded(array: Any, size: int) -> Any:  # [size]

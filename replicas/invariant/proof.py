@@ -29,6 +29,8 @@ _SIZES = (
     (4, 64, True),
 )
 """Query units, pieces, and whether a product sees one unit: from the fastest to the safest."""
+_VECTOR = 16
+"""Numbers that a CPU computes at once, at most: fewer may be rounded otherwise."""
 _QUERIES_MOST = 192
 _LENGTHS = (1, 40, 100, 190, 192, 250, 500)
 _ITEMS = (1, 2, 3, 8, 24)
@@ -41,20 +43,25 @@ _log = logging.getLogger("lockstep.replica")
 
 def prove(
     products: Iterable[tuple[int, int]],  # (in, out) of each weight
-    head_dims: Iterable[int],
+    attention: Iterable[tuple[int, float | None, bool]],  # width of heads, soft cap, sinks
     rowwise: Iterable[tuple[RowFunction, int]],  # and the width of its input
     prepack: bool,
+    whole_vectors: bool = False,
 ) -> Arithmetic:
     """The arithmetic of models with these products, attention heads and row-wise functions (norms,
-    activations, rotation), on a CPU in float32."""
+    activations, rotation), on a CPU in float32.
+
+    `whole_vectors`: the models have other functions, too, so numbers of tokens are multiples of
+    what a CPU computes at once.
+    """
     threads = torch.get_num_threads()
-    tokens = set(COUNTS)
+    tokens = {count for count in COUNTS if not whole_vectors or count % _VECTOR == 0}
     for function, width in rowwise:
         tokens &= _row_counts(function, width)
     for fan_in, fan_out in set(products):
         tokens &= _token_counts(fan_in, fan_out, prepack, threads)
     for sizes in _SIZES if tokens else ():
-        if all(_attention_holds(dim, *sizes, threads) for dim in set(head_dims)):
+        if all(_attention_holds(*form, *sizes, threads) for form in set(attention)):
             unit, piece, one_unit = sizes
             return Arithmetic(tuple(sorted(tokens)), unit, one_unit, piece, proven=True)
     _log.warning(
@@ -96,7 +103,15 @@ def _token_counts(fan_in: int, fan_out: int, prepack: bool, threads: int) -> fro
 
 
 @lru_cache(maxsize=64)
-def _attention_holds(dim: int, query_unit: int, piece: int, one_unit: bool, threads: int) -> bool:
+def _attention_holds(
+    dim: int,
+    soft_cap: float | None,
+    sinks: bool,
+    query_unit: int,
+    piece: int,
+    one_unit: bool,
+    threads: int,
+) -> bool:
     """Whether a query's result is the same in groups of all kinds, over any padded length."""
     generator = torch.Generator().manual_seed(dim)
 
@@ -118,7 +133,7 @@ def _attention_holds(dim: int, query_unit: int, piece: int, one_unit: bool, thre
                     v = noise(items, reach, dim)
                     # At every place: kernels take so many rows at once, and others what is left.
                     q[item], k[item, :length], v[item, :length] = query, keys, values
-                    got = _attended(arithmetic, q, k, v, length)[item]
+                    got = _attended(arithmetic, q, k, v, length, soft_cap, sinks)[item]
                     if expected is None:
                         expected = got[0].clone()
                     if not torch.equal(got, expected.expand_as(got)):
@@ -127,13 +142,22 @@ def _attention_holds(dim: int, query_unit: int, piece: int, one_unit: bool, thre
 
 
 def _attended(
-    arithmetic: Arithmetic, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, length: int
+    arithmetic: Arithmetic,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    length: int,
+    soft_cap: float | None,
+    sinks: bool,
 ) -> torch.Tensor:
-    out = torch.empty_like(q)
-    products = Products.of(arithmetic, q * q.shape[-1] ** -0.5, k, v, out)
+    out, sink = torch.empty_like(q), None
+    products = Products.of(arithmetic, q * q.shape[-1] ** -0.5, k, v, out, sinks)
+    if products.beyond is not None:
+        sink = torch.full_like(products.beyond, -torch.inf)
+        sink[..., 0] = 0.5
     hidden = None
     if length < k.shape[1]:
         tail = products.scores[:, :, length:]
         hidden = (tail, torch.full_like(tail, -torch.inf))
-    attend(products, hidden)
+    attend(products, hidden, soft_cap, sink)
     return out

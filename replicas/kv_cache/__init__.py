@@ -4,4 +4,12 @@ from replicas.kv_cache.allocator import BlockAllocator, OutOfBlocks
 from replicas.kv_cache.cache import PagedCache
 from replicas.kv_cache.device_layout import DevicePassLayout, DeviceStepLayout, device_ranges
 from replicas.kv_cache.prefix import Chain
-from replicas.kv_cache.shape import SCRAP_BLOCK, CacheShape, TokenRange, divided_into_passes
+from replicas.kv_cache.shape import (
+    SCRAP_BLOCK,
+    CacheShape,
+    LayerShape,
+    TokenRange,
+    divided_into_passes,
+    stores,
+    uniform,
+)

@@ -6,12 +6,14 @@ Where a pass writes and reads is said by its layout (`device_layout` on a GPU, t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from replicas.kv_cache.shape import CacheShape
+from replicas.kv_cache.shape import CacheShape, LayerShape, stores, uniform
 
 
 class PagedCache:
@@ -30,35 +32,49 @@ class PagedCache:
     def __init__(
         self,
         shape: CacheShape,
-        layers: int,
+        layers: int | Sequence[LayerShape],
         blocks: int,
         dtype: torch.dtype,
         device: torch.device,
         by_head: bool = False,
     ) -> None:
-        """`blocks` without the scrap block, which is added; `by_head` is the order for a CPU."""
+        """`layers`: what each needs, or how many usual ones there are, of the shape's sizes;
+        `blocks` without the scrap block, which is added; `by_head` is the order for a CPU."""
         self.shape = shape
+        if isinstance(layers, int):
+            layers = uniform(layers, shape.heads, shape.kv_heads, shape.head_dim)
+        self.use(layers)
         self.blocks = blocks
         self.dtype = dtype
         self._overflows = dtype is torch.float16
         self._by_head = by_head
-        block_size, kv_heads, head_dim = shape.block_size, shape.kv_heads, shape.head_dim
-        sizes = (blocks + 1, block_size, 2, kv_heads, head_dim)
-        if self._by_head:
-            sizes = (blocks + 1, 2, kv_heads, block_size, head_dim)
-        self._stores = [torch.zeros(sizes, dtype=dtype, device=device) for _ in range(layers)]
+        self._stores = []
+        for needs in stores(self.needs):
+            sizes = (blocks + 1, shape.block_size, 2, needs.kv_heads, needs.width)
+            if self._by_head:
+                sizes = (blocks + 1, 2, needs.kv_heads, shape.block_size, needs.width)
+            self._stores.append(torch.zeros(sizes, dtype=dtype, device=device))
         self.layers = self._stores
-        """Of each layer, whatever lies where: [blocks + 1, block_size, 2, kv_heads, head_dim]."""
+        """Of each layer with keys and values of its own, whatever lies where: [blocks + 1,
+        block_size, 2, kv_heads, width]."""
         self._arrays: list[Any] = []
         """The same for numpy, which stores a few positions in a third of torch's time."""
         if self._by_head:
             self.layers = [store.permute(0, 3, 1, 2, 4) for store in self._stores]
             self._arrays = [_array(layer) for layer in self.layers]
         # One layer is read at a time: a standing buffer spares the page faults of fresh memory.
-        self._gathered = self._stores[0].new_empty((0, block_size * head_dim))
+        self._gathered = self._stores[0].new_empty(0)
+
+    def use(self, layers: Sequence[LayerShape]) -> None:
+        """Let layers attend as these descriptions say; where keys and values lie is the same."""
+        self.needs = tuple(layers)
+        """Of each layer that attends, in order."""
+        alike = [replace(layer, store=0) for layer in self.needs]
+        self.first_alike = tuple(alike.index(layer) for layer in alike)
+        """Of each layer, the first that needs the same but for its store."""
 
     def write(self, layer: int, slots: Any, fresh: torch.Tensor) -> None:
-        """Store keys and values, [tokens, 2, kv_heads, head_dim], where a layout says: by block and
+        """Store keys and values, [tokens, 2, kv_heads, width], where a layout says: by block and
         position in it where they lie by head, else by flat position. What is no number is made one,
         in place."""
         if self._overflows:
@@ -70,25 +86,25 @@ class PagedCache:
 
     # ------------------------------------------------------------------ by head
 
-    def runs(self, blocks: Any) -> torch.Tensor:  # [2 * kv_heads * blocks of all rows], int64
+    def runs(self, blocks: Any, kv_heads: int) -> torch.Tensor:  # [2 * kv_heads * blocks], int64
         """Where the keys and values of these blocks, [rows, blocks], lie: one run for a block and a
         head of either, in the order row, KV head, keys or values, block of the row."""
-        per_block = 2 * self.shape.kv_heads
-        heads = np.arange(per_block).reshape(2, self.shape.kv_heads).T
+        per_block = 2 * kv_heads
+        heads = np.arange(per_block).reshape(2, kv_heads).T
         runs = blocks[:, None, None, :] * per_block + heads[:, :, None]
         return torch.from_numpy(runs.reshape(-1))
 
-    def room(self, runs: int) -> torch.Tensor:  # [runs, block_size * head_dim]
+    def room(self, runs: int, numbers: int) -> torch.Tensor:  # [runs, numbers]
         """Of the standing buffer, for `gather`."""
-        if self._gathered.shape[0] < runs:
-            self._gathered = self._gathered.new_empty((runs, self._gathered.shape[1]))
-        return self._gathered[:runs]
+        if self._gathered.shape[0] < runs * numbers:
+            self._gathered = self._gathered.new_empty(runs * numbers)
+        return self._gathered[: runs * numbers].view(runs, numbers)
 
     def gather(
         self,
         layer: int,
         runs: torch.Tensor,  # [runs], int64
-        out: torch.Tensor,  # [runs, block_size * head_dim]
+        out: torch.Tensor,  # [runs, block_size * width]
     ) -> None:
         torch.index_select(self._stores[layer].view(-1, out.shape[1]), 0, runs, out=out)
 

@@ -3,4 +3,4 @@
 from replicas.memory.buffers import Buffers, PassBytes, Workload
 from replicas.memory.measure import measured_passes
 from replicas.memory.plan import MemoryPlan, check_memory, free_bytes, in_mib, plan_memory
-from replicas.memory.shapes import DraftMemory, PairShape
+from replicas.memory.shapes import COPIED_MOST, DraftMemory, PairShape

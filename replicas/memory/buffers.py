@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from replicas.invariant import GATHERED_MOST, PIECE, SCORES_MOST, TILE
-from replicas.memory.shapes import PairShape
+from replicas.memory.shapes import COPIED_MOST, DraftMemory, PairShape
 from replicas.models import ModelShape, summed_in_pieces
 
 _FLOAT32 = 4
@@ -92,17 +92,25 @@ def buffers(pair: PairShape, work: Workload, item: int, taken: PassBytes, on_gpu
     `recorded` and `prepacked` are 0: not every replica has them.
     """
     target = pair.target
-    rotary = sum(4 * work.context_len * model.head_dim for model in pair.models) * item
+    rotary = sum(4 * work.context_len * model.widest.width for model in pair.models) * item
     # A drafter takes hidden states of all tokens of a pass, and joins them.
     aux_bytes = 2 * pair.draft.aux_layers * target.hidden * item
-    step = taken.step + aux_bytes * work.step_tokens
+    step = taken.step + aux_bytes * work.step_tokens + _copied(pair.draft, work) * item
     prefill = taken.prefill + aux_bytes * work.pass_tokens
-    widest = max(target.vocab, target.intermediate, target.heads * target.head_dim)
-    loading = target.hidden * widest * (8 if item == _FLOAT32 else _FLOAT32)
+    loading = target.largest * (8 if item == _FLOAT32 else _FLOAT32)
     kept = 0 if on_gpu else pair.draft.kept
     counted = Buffers(rotary, step, prefill, loading, 0, 0, kept, 0)
     slack = counted.total // 10 + (128 << 20 if on_gpu else 8 << 20)
     return replace(counted, slack=slack)
+
+
+def _copied(draft: DraftMemory, work: Workload) -> int:
+    """Numbers of a layer's context that a drafter copies: as they lie, in order, and joined with
+    those of a block."""
+    if not draft.copies_context or draft.model is None:
+        return 0
+    row = work.context_len * draft.model.kv_numbers
+    return 3 * max(min(COPIED_MOST, work.rows * row), row)
 
 
 def computed_passes(
@@ -136,15 +144,17 @@ def computed_passes(
 def _token_numbers(shape: ModelShape) -> int:
     """Numbers per token: the residual with copies, queries, keys and values as computed and as they
     are attended with, gate and up and their product."""
-    heads = shape.heads * shape.head_dim
-    return 6 * shape.hidden + 4 * (heads + shape.kv_numbers) + 4 * shape.intermediate
+    widest = shape.widest
+    heads = widest.heads * widest.width
+    return 6 * shape.hidden + 4 * (heads + widest.kv_numbers) + 4 * shape.intermediate
 
 
 def _host_attention(shape: ModelShape, rows: int, length: int, item: int) -> int:
     """Groups are bounded; one row alone may have more, `TILE` tokens of it at once."""
-    row = TILE * shape.heads * length
+    row = TILE * max(layer.heads for layer in shape.attention) * length
     scores = max(min(SCORES_MOST, rows * row), row) * _GROUPS
-    numbers = length * shape.kv_numbers
+    scores *= len({replace(layer, store=0) for layer in shape.attention})  # each kind has its own
+    numbers = length * max(layer.kv_numbers for layer in shape.attention)
     gathered = max(min(GATHERED_MOST, rows * numbers), numbers)
     return (scores + row) * _FLOAT32 + 2 * gathered * item
 
@@ -152,9 +162,12 @@ def _host_attention(shape: ModelShape, rows: int, length: int, item: int) -> int
 def _device_attention(shape: ModelShape, rows: int, width: int, length: int) -> int:
     """The kernel's sums of pieces, with a query's largest score and its weights' sum beside each:
     at most of rows as wide as have any."""
-    group = shape.heads // shape.kv_heads
-    queries = rows * min(width, summed_in_pieces(group)) * shape.heads
-    return queries * -(-length // PIECE) * (shape.head_dim + 2) * _FLOAT32
+    most = 0
+    for layer in set(shape.attention):
+        group = layer.heads // layer.kv_heads
+        queries = rows * min(width, summed_in_pieces(group)) * layer.heads
+        most = max(most, queries * -(-length // PIECE) * (layer.value_dim + 2) * _FLOAT32)
+    return most
 
 
 def prepacked_bytes(shape: ModelShape) -> int:

@@ -16,7 +16,7 @@ from replicas.config import ReplicaConfig
 from replicas.invariant import TILE, Arithmetic
 from replicas.kv_cache import SCRAP_BLOCK, CacheShape, PagedCache
 from replicas.memory.buffers import MeasurePasses, PassBytes, Workload
-from replicas.models import NONE, ModelShape, PagedModel, paged_backend
+from replicas.models import NONE, PagedModel, layers_of, paged_backend
 from replicas.sampling import SamplingBatch, choose
 from scheduler.messages import Sampling
 
@@ -44,11 +44,10 @@ def measured_passes(
     target: PreTrainedModel, config: ReplicaConfig, context_len: int, peak: Peak = peak_bytes
 ) -> MeasurePasses:
     """The passes of a workload, each kind measured once, with rows as long as the context."""
-    sizes, device, block_size = ModelShape.of(target.config), target.device, config.block_size
-    dims = (sizes.heads, sizes.kv_heads, sizes.head_dim)
+    layers, device, block_size = layers_of(target), target.device, config.block_size
     tiled = config.deterministic
-    shape = CacheShape(block_size, context_len, *dims, tile=TILE if tiled else 1)
-    kv = PagedCache(shape, sizes.layers, _BLOCKS, target.dtype, device)
+    shape = CacheShape.of(block_size, context_len, layers, tile=TILE if tiled else 1)
+    kv = PagedCache(shape, layers, _BLOCKS, target.dtype, device)
     backend = paged_backend(kv)
     model = PagedModel(target, kv, backend, Arithmetic((TILE,) if tiled else ()))
     columns = -(-context_len // block_size)

@@ -6,6 +6,10 @@ from dataclasses import dataclass
 
 from replicas.models import ModelShape
 
+COPIED_MOST = 1 << 24
+"""Numbers, keys and values of one layer's context, that a drafter copies at once of several
+rows."""
+
 
 @dataclass(frozen=True, slots=True)
 class DraftMemory:
@@ -17,6 +21,9 @@ class DraftMemory:
     """Of what has layers in the target's blocks and runs passes over them."""
     aux_layers: int = 0
     """Layers of the target whose hidden states it sees."""
+    copies_context: bool = False
+    """Whether its passes copy what its layers have of a row's context, COPIED_MOST numbers of
+    several rows together, or one row's."""
     kept: int = 0
     """Bytes of the host's memory for what it remembers."""
 
@@ -41,4 +48,4 @@ class PairShape:
 
     def block_bytes(self, block_size: int, item: int) -> int:
         """What one block costs over all layers of all models; a number has `item` bytes."""
-        return sum(model.layers * model.kv_numbers for model in self.models) * block_size * item
+        return sum(model.kv_numbers for model in self.models) * block_size * item

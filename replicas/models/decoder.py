@@ -12,9 +12,9 @@ joined ones take the place of the parts, which become views.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -32,10 +32,21 @@ from transformers.activations import SiLUActivation
 from replicas.invariant import TILE, Product, RowFunction
 from replicas.kv_cache import PagedCache
 
-LayerAttention = Callable[[int, torch.Tensor, float], torch.Tensor]
-"""The attention of one pass: a layer's number, its queries, [tokens, vectors, head_dim] of which
-the heads come first, and the scale of scores, to the result [tokens, heads * head_dim]. Keys and
-values are in the cache already."""
+
+class LayerAttention(Protocol):
+    """The attention of one pass."""
+
+    def __call__(
+        self,
+        layer: int,
+        queries: torch.Tensor,  # [tokens, vectors, head_dim], the heads first
+        scaling: float,
+        sinks: torch.Tensor | None = None,  # [heads]
+        /,
+    ) -> torch.Tensor:  # [tokens, heads * value_dim]
+        """The layer's result; its keys and values are in the cache already."""
+        ...
+
 
 MAKES: tuple[type[PreTrainedModel], ...] = (
     LlamaForCausalLM,

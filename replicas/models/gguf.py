@@ -21,8 +21,11 @@ from pathlib import Path
 from huggingface_hub.utils import WeakFileLock  # type: ignore[attr-defined]
 
 from replicas.errors import PairRefused
+from replicas.models.gguf_contents import GgufContents, used_tensors
 from replicas.names import READERS
 
+_FORM = 2
+"""Of what is kept: what an earlier form kept may lack something of a file."""
 _WAIT_S_MAX = 3600.0
 """How long another process may take to convert the same file."""
 
@@ -46,7 +49,8 @@ def converted(file: Path | str, dtype: str | None) -> Path:
 
         file = Path(hf_hub_download(*file.split(":", 1)))
     stat = file.stat()
-    folder = cache_directory() / "gguf" / _content_hash(file, stat.st_size, stat.st_mtime_ns)
+    content = _content_hash(file, stat.st_size, stat.st_mtime_ns)
+    folder = cache_directory() / "gguf" / f"{content}.{_FORM}"
     text = _made_once(file, folder / "text", None)
     return text if dtype is None else _made_once(file, folder / dtype, text)
 
@@ -98,12 +102,16 @@ def _made_once(file: Path, made: Path, text: Path | None) -> Path:
 
 
 def _write_text(file: Path, part: Path) -> None:
-    from transformers import AutoConfig, AutoTokenizer
+    from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
     with _refusing(file):
         config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, config=config)
+        contents = GgufContents.of(file)
+    contents.apply_to(config)
     config.save_pretrained(part)
+    if ends := contents.ends:
+        GenerationConfig(eos_token_id=ends).save_pretrained(part)
     tokenizer.save_pretrained(part)
 
 
@@ -111,11 +119,13 @@ def _write_weights(file: Path, dtype: str, part: Path) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig
 
+    config = AutoConfig.from_pretrained(part)  # it takes seconds to read it from the file
     with _refusing(file):
+        GgufContents.of(file).check_tensors(used_tensors(config))
         model, found = AutoModelForCausalLM.from_pretrained(
             file.parent,
             gguf_file=file.name,
-            config=AutoConfig.from_pretrained(part),  # it takes seconds to read it from the file
+            config=config,
             dtype=getattr(torch, dtype),
             quantization_config=GgufConfig(dequantize=True),
             output_loading_info=True,
@@ -131,7 +141,7 @@ def _refusing(file: Path) -> Iterator[None]:
     """Whatever goes wrong in reading is the file's: its readers check little."""
     try:
         yield
-    except OSError:
+    except (OSError, PairRefused):
         raise
     except Exception as error:
         raise PairRefused(f"{file}: transformers cannot read it: {error}") from error

@@ -15,14 +15,14 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from replicas.config import ReplicaConfig
 from replicas.demo import DRAFT_DIR, TARGET_DIR
 from replicas.errors import PairRefused
+from replicas.models.checkpoint import read_weights, text_part
 from replicas.models.gguf import converted
-from replicas.models.paged_model import ATTENTION
 from replicas.models.planted import plant, planted_config
 from replicas.names import TINY, gguf_file, hub_revision, is_planted, parse_planted
 
@@ -123,7 +123,7 @@ def load_config(path: str, config: ReplicaConfig, field: str) -> Any:
                 " weights"
             )
         loaded.quantization_config = {**quantization, "dequantize": True}
-    return loaded
+    return text_part(loaded, field, path)
 
 
 def load_model(
@@ -135,31 +135,25 @@ def load_model(
     divide: Callable[[PreTrainedModel], None] = lambda model: None,
 ) -> PreTrainedModel:
     if is_planted(path):
-        model = plant(path, device, dtype_of(config), ATTENTION, acceptance)
+        model = plant(path, device, dtype_of(config), acceptance)
         divide(model)
         return model
-    model = read_model(path, config, field, ATTENTION)
+    model = read_model(path, config, field)
     # Here still on the CPU: the device needs room for a part only.
     divide(model)
     return model.to(device)
 
 
-def read_model(
-    path: str, config: ReplicaConfig, field: str, attention: str | None = None
-) -> PreTrainedModel:
+def read_model(path: str, config: ReplicaConfig, field: str) -> PreTrainedModel:
     """The model on the CPU. Raises what `load_config` raises, and PairRefused where a package is
-    missing that transformers needs for it."""
+    missing that transformers needs for it, or files and model do not fit together."""
     of_model, dtype = load_config(path, config, field), dtype_of(config)
-    quantized = hasattr(of_model, "quantization_config")
+    quantized = getattr(of_model, "quantization_config", None) is not None
+    trusted = config.trust_remote_code
+    whole = AutoConfig.from_pretrained(path, trust_remote_code=trusted)
+    in_part = type(whole) is not type(of_model)
     try:
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            path,
-            config=of_model,
-            dtype=dtype,
-            attn_implementation=attention,
-            trust_remote_code=config.trust_remote_code,
-            use_safetensors=True,
-        )
+        model = read_weights(path, of_model, in_part, dtype=dtype, trust_remote_code=trusted)
     except ImportError as error:  # a package that reads this kind of checkpoint
         raise PairRefused(f"{path}: {error}") from error
     for parameter in model.parameters() if quantized else ():

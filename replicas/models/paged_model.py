@@ -1,15 +1,14 @@
 """One transformers model run over a paged KV cache.
 
-The model is plugged in twice: the cache through `past_key_values`, the attention through
-transformers' attention interface. Nothing else of a model is touched, so any decoder-only model
-with full attention works. Llama-like ones run faster with joined layers (`decoder`).
+The model is plugged in by transformers' attention interface: what a layer attends over is stored
+there, and read as the layer's description says (`layer_reading`). Nothing else of a model is
+touched. Llama-like ones run faster with joined layers (`decoder`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -18,23 +17,18 @@ from torch import nn
 from torch.nn.functional import pad
 from transformers import AttentionInterface, PreTrainedModel
 
-from replicas.errors import PairRefused
-from replicas.invariant import Arithmetic, PassLayout
-from replicas.kv_cache import DevicePassLayout, PagedCache, TokenRange, divided_into_passes
+from replicas.invariant import Arithmetic
+from replicas.kv_cache import PagedCache, TokenRange, divided_into_passes
+from replicas.models.current_pass import PASS, BatchLayout, CurrentPass
 from replicas.models.decoder import JoinedDecoder, LayerAttention
+from replicas.models.experts import EXPERTS, ON_DEVICE
+from replicas.models.layer_reading import chooses_logits, compute_by
 from replicas.transfers import upload
 
 ATTENTION = "lockstep_paged"
 
-_OTHER_MATHS = frozenset({"softcap", "s_aux", "position_bias", "sinks"})
-"""Arguments by which models ask the interface for another function than softmax(QK)V."""
-
 ERROR_FLOOR = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """An error that is always accepted, as a share of the largest logit: the noise of a few tokens."""
-
-
-BatchLayout = PassLayout | DevicePassLayout
-"""Where a pass reads and writes, on a CPU and on a device."""
 
 
 class AttentionBackend(Protocol):
@@ -55,8 +49,8 @@ class AttentionBackend(Protocol):
         """The pass over positions [begin, end) of each row, row by row."""
         ...
 
-    def begin(self, layout: Any, stride: int) -> LayerAttention:
-        """What all layers of one pass share; `stride` vectors per token are brought."""
+    def begin(self, layout: Any) -> LayerAttention:
+        """What all layers of one pass share."""
         ...
 
 
@@ -116,6 +110,10 @@ class PagedModel:
         """Rows of the embedding, its padding included: logits have this many."""
         # The model's own property looks through its modules for a parameter, every time.
         self.device: torch.device = model.device
+        compute_by(model, ATTENTION, EXPERTS if model.device.type == "cpu" else ON_DEVICE)
+        self._chooses_logits = chooses_logits(model)
+        firsts = {needs.store: layer for layer, needs in reversed([*enumerate(cache.needs)])}
+        self._writers = frozenset(firsts.values())
 
     def forward(
         self,
@@ -132,7 +130,7 @@ class PagedModel:
             rows = kept.shape[0]
             kept = pad(kept, (0, self.arithmetic.padded(rows) - rows))
         if self.decoder is None:
-            logits, hidden = self._own(tokens, layout, kept, options.aux_layers)
+            logits, hidden = self._own(tokens, count, layout, kept, options.aux_layers)
         else:
             logits, hidden = self._joined(self.decoder, tokens, layout, kept, options.aux_layers)
         hidden = [states[:count] for states in hidden]
@@ -147,7 +145,7 @@ class PagedModel:
         aux_layers: tuple[int, ...],
     ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
         kv_only = kept is False
-        attention = self.backend.begin(layout, decoder.stride)
+        attention = self.backend.begin(layout)
         x, hidden = decoder.forward(
             tokens, layout.positions, layout.slots, attention, aux_layers, kv_only
         )
@@ -160,31 +158,40 @@ class PagedModel:
     def _own(
         self,
         tokens: torch.Tensor,
+        count: int,
         layout: BatchLayout,
         kept: torch.Tensor | bool,
         aux_layers: tuple[int, ...],
     ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
-        config = self.model.config
-        heads = int(config.num_attention_heads)
-        reset = _PASS.set(_Pass(self.cache, layout, self.backend.begin(layout, heads)))
-        layers = int(config.num_hidden_layers)
+        arguments: dict[str, Any] = {"output_hidden_states": True} if aux_layers else {}
+        if self._chooses_logits:
+            # One position's logits are the least that such a model computes.
+            chosen = tokens.new_zeros(1) if kept is False else kept
+            arguments["logits_to_keep"] = 0 if chosen is True else chosen
+        layers = int(self.model.config.get_text_config().num_hidden_layers)
+        attention = self.backend.begin(layout)
+        current = CurrentPass(self.cache, layout, attention, self._writers, count)
+        reset = PASS.set(current)
         try:
             with _last_layer(self.model, listen=layers in aux_layers) as last:
                 out = self.model(
                     input_ids=tokens[None],
                     position_ids=layout.positions[None],
-                    past_key_values=_CacheDoor(self.cache),
+                    past_key_values=_CacheDoor(),
                     use_cache=True,
-                    # One position's logits are the least that such a model computes.
-                    logits_to_keep=1 if kept is False else 0 if kept is True else kept,
-                    output_hidden_states=bool(aux_layers),
+                    **arguments,
                 )
         finally:
-            _PASS.reset(reset)
+            PASS.reset(reset)
         hidden = [
             last[0] if number == layers else out.hidden_states[number][0] for number in aux_layers
         ]
-        return (None if kept is False else out.logits[0]), hidden
+        if kept is False:
+            return None, hidden
+        logits = out.logits[0]
+        if isinstance(kept, torch.Tensor) and not self._chooses_logits:
+            logits = logits.index_select(0, kept)
+        return logits, hidden
 
 
 @contextmanager
@@ -209,78 +216,50 @@ def _last_layer(model: PreTrainedModel, listen: bool) -> Iterator[list[torch.Ten
 # --------------------------------------------------------------------------- transformers' doors
 
 
-@dataclass(slots=True)
-class _Pass:
-    """The forward pass of a model's own that runs now."""
-
-    cache: PagedCache
-    layout: BatchLayout
-    attention: LayerAttention
-    layer: int = 0
-
-
-_PASS: ContextVar[_Pass | None] = ContextVar("lockstep_pass", default=None)
-
-
 class _CacheDoor:
-    """transformers' cache interface, as far as decoders use it."""
+    """transformers' cache interface, as far as decoders use it. Keys and values go into the paged
+    cache where attention gets them."""
 
-    def __init__(self, cache: PagedCache) -> None:
-        self._cache = cache
+    is_compileable = False
 
     def update(
-        self,
-        key_states: torch.Tensor,  # [1, kv_heads, tokens, head_dim]
-        value_states: torch.Tensor,  # [1, kv_heads, tokens, head_dim]
-        layer_idx: int,
-        *args: Any,
-        **kwargs: Any,
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write the new positions; what is returned is only passed on to `paged_attention`."""
-        current = _PASS.get()
-        assert current is not None, "the cache is used outside of a forward pass"
-        current.layer = layer_idx
-        both = torch.stack((key_states[0], value_states[0]))  # [2, kv_heads, tokens, head_dim]
-        self._cache.write(layer_idx, current.layout.slots, both.permute(2, 0, 1, 3).contiguous())
         return key_states, value_states
+
+    def get_seq_length(self, *args: Any) -> int:
+        """What a model takes from it, its positions and masks, it is given otherwise."""
+        return 0
 
 
 def paged_attention(
     module: nn.Module,
     query: torch.Tensor,  # [1, heads, tokens, head_dim]
     key: torch.Tensor,  # [1, kv_heads, tokens, head_dim]
-    value: torch.Tensor,  # [1, kv_heads, tokens, head_dim]
+    value: torch.Tensor,  # [1, kv_heads, tokens, value_dim]
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **kwargs: Any,
-) -> tuple[torch.Tensor, None]:  # [1, tokens, heads, head_dim]
-    """Attention for transformers' interface: by the current pass over the paged cache, or without
-    one plainly, over the keys that are given, the last of which are the tokens' own."""
-    for name in _OTHER_MATHS & kwargs.keys():
-        if kwargs[name] is not None:
-            raise PairRefused(f"the model's attention needs {name!r}, which is not served")
+) -> tuple[torch.Tensor, None]:  # [1, tokens, heads, value_dim]
+    """Attention for transformers' interface, by the current pass over the paged cache. What it
+    needs beside these is in the cache's description of the layer."""
+    current = PASS.get()
+    assert current is not None, "paged attention runs within a pass"
+    layer, current.layer = current.layer, current.layer + 1
+    needs = current.cache.needs[layer]
+    if layer in current.writers:
+        both = torch.stack([_widened(states[0], needs.width) for states in (key, value)])
+        fresh = both.permute(2, 0, 1, 3).contiguous()  # [tokens, 2, kv_heads, width]
+        current.cache.write(needs.store, current.layout.slots, fresh)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    current = _PASS.get()
-    if current is None:
-        return plain_attention(query, key, value, scale), None
     queries = query[0].transpose(0, 1)
-    out = current.attention(current.layer, queries, scale)
-    return out.view(1, *queries.shape), None
+    out = current.attention(layer, queries, scale, s_aux)
+    return out.view(1, queries.shape[0], needs.heads, needs.value_dim), None
 
 
-def plain_attention(
-    query: torch.Tensor,  # [1, heads, tokens, head_dim]
-    key: torch.Tensor,  # [1, kv_heads, keys, head_dim]
-    value: torch.Tensor,  # [1, kv_heads, keys, head_dim]
-    scale: float,
-) -> torch.Tensor:  # [1, tokens, heads, head_dim]
-    """Over the keys that are given, the last of which are the tokens' own."""
-    heads, tokens = query.shape[1:3]
-    key, value = (tensor.repeat_interleave(heads // tensor.shape[1], 1) for tensor in (key, value))
-    keys = key.shape[2]
-    hidden = torch.full((tokens, keys), -torch.inf, dtype=query.dtype, device=query.device)
-    scores = query @ key.transpose(2, 3) * scale + hidden.triu(1 + keys - tokens)
-    return (scores.softmax(-1) @ value).transpose(1, 2)
+def _widened(states: torch.Tensor, width: int) -> torch.Tensor:  # [.., own] -> [.., width]
+    return states if states.shape[-1] == width else pad(states, (0, width - states.shape[-1]))
 
 
 AttentionInterface.register(ATTENTION, paged_attention)

@@ -69,7 +69,7 @@ def planted_config(name: PlantedName) -> Any:
 
 @torch.no_grad()
 def plant(
-    name: str, device: torch.device, dtype: torch.dtype, attention: str, acceptance: float
+    name: str, device: torch.device, dtype: torch.dtype, acceptance: float
 ) -> PreTrainedModel:
     """Build the model on its device in its dtype and calibrate it. Its config says what was found:
     `planted_scale`, the embedding's, which in a name spares the calibration, and
@@ -81,7 +81,7 @@ def plant(
     parsed = parse_planted(name)
     config = planted_config(parsed)
     with device:
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model = model.to(device).eval().requires_grad_(False)
     _fill(model, parsed.seed)
     vectors = model.get_input_embeddings().weight.clone()

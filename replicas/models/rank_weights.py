@@ -11,6 +11,7 @@ Works on plain tensors, so that it does not depend on how transformers wraps the
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from replicas.errors import PairRefused
 
 _COLUMNS, _COLUMNS_JOINED = "colwise", "colwise_gather_output"
 _ROWS, _ROWS_OF_WHOLE = "rowwise", "rowwise_split_input"
+_EXPERTS = "moe_tp_experts"
 _WHOLE = frozenset({"embedding_rowwise", "replicated_with_grad_allreduce", "replicate"})
 """Left on every rank: an embedding is looked up, not multiplied, and norms are small."""
 
@@ -45,6 +47,9 @@ def keep_own_part(model: PreTrainedModel, rank: int, ranks: int) -> None:
     for name, module in model.named_modules():
         style = plan.get(_generic(name))
         if style is None or style in _WHOLE:
+            continue
+        if style == _EXPERTS:
+            _divide_experts(name, module, rank, ranks)
             continue
         if not isinstance(module, nn.Linear):
             raise _refused(f"{name}: {type(module).__name__} is no linear layer")
@@ -87,6 +92,42 @@ def _divide(name: str, module: nn.Linear, style: str, rank: int, ranks: int) -> 
         raise _refused(f"{name}: the plan says {style!r}, which is not served")
 
 
+def _divide_experts(name: str, module: Any, rank: int, ranks: int) -> None:
+    """Every rank has a part of each expert's width, as of a dense MLP's."""
+    inner = module.down_proj.shape[1 if module.is_transposed else 2]
+    if inner % ranks:
+        raise _refused(f"{name}: experts of width {inner} cannot be shared by {ranks} ranks")
+    if module.has_post_expert_norm:
+        raise _refused(f"{name}: experts with norms of their own are not shared by ranks")
+    part = torch.arange(rank * inner // ranks, (rank + 1) * inner // ranks)
+    of_first = part
+    if module.has_gate and module.is_concatenated:
+        of_first = torch.cat((part, part + inner))
+    elif module.has_gate:  # gate and up of a number side by side
+        of_first = torch.stack((2 * part, 2 * part + 1), 1).flatten()
+    first = "gate_up_proj" if module.has_gate else "up_proj"
+    outputs, inputs = (2, 1) if module.is_transposed else (1, 2)
+    for weight, dim, own in ((first, outputs, of_first), ("down_proj", inputs, part)):
+        whole = getattr(module, weight)
+        kept = whole.data.index_select(dim, own.to(whole.device))
+        setattr(module, weight, nn.Parameter(kept, requires_grad=False))
+    if module.has_bias:
+        bias = getattr(module, f"{first}_bias")
+        kept = bias.data.index_select(1, of_first.to(bias.device))
+        setattr(module, f"{first}_bias", nn.Parameter(kept, requires_grad=False))
+        if rank > 0:  # it is added once
+            module.down_proj_bias.data.zero_()
+    plain = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
+        out: torch.Tensor = plain(*args, **kwargs)
+        if not out.is_meta:
+            dist.all_reduce(out)
+        return out
+
+    module.forward = forward
+
+
 def _keep(module: nn.Linear, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
     """A part's own copy, so that the whole weight is freed; a tied embedding keeps it."""
     module.weight = nn.Parameter(weight.clone(), requires_grad=False)
@@ -100,6 +141,8 @@ def _joined(module: nn.Linear, ranks: int) -> Callable[[torch.Tensor], torch.Ten
 
     def forward(x: torch.Tensor) -> torch.Tensor:
         own = linear(x, module.weight, module.bias).contiguous()
+        if own.is_meta:  # the layers are only read
+            return own.repeat_interleave(ranks, -1)
         parts = [torch.empty_like(own) for _ in range(ranks)]
         dist.all_gather(parts, own)
         return torch.cat(parts, dim=-1)
@@ -112,7 +155,8 @@ def _summed(module: nn.Linear, part: slice) -> Callable[[torch.Tensor], torch.Te
 
     def forward(x: torch.Tensor) -> torch.Tensor:
         out = linear(x[..., part], module.weight)
-        dist.all_reduce(out)
+        if not out.is_meta:
+            dist.all_reduce(out)
         return out if module.bias is None else out + module.bias
 
     return forward

@@ -13,6 +13,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from replicas.models.layer_reading import computing_by
+
 FINER = {
     torch.float32: torch.float64,
     torch.bfloat16: torch.float32,
@@ -64,15 +66,16 @@ def own_logits(
     tokens: torch.Tensor,  # [tokens], int64
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:  # [tokens, vocab]
-    """The logits of transformers' own forward pass. In another dtype weights are converted one
-    module at a time, so that they are never doubled."""
+    """The logits of transformers' own forward pass, attention and experts. In another dtype
+    weights are converted one module at a time, so that they are never doubled."""
     handles: list[Any] = []
     if dtype is not None:
         for module in model.modules():
             if next(module.parameters(recurse=False), None) is not None:
                 handles += _computing_in(module, dtype)
     try:
-        logits: torch.Tensor = model(input_ids=tokens[None], use_cache=False).logits[0]
+        with computing_by(model, "eager", "eager"):
+            logits: torch.Tensor = model(input_ids=tokens[None], use_cache=False).logits[0]
     finally:
         for handle in handles:
             handle.remove()

@@ -48,7 +48,7 @@ def main() -> int:
     for figures in phases:
         print(f"\n{figures['phase']}, {figures['seconds']:.0f} s\n{sentences(figures)}")
         if figures["memory"]:
-            rows = [list(one.values()) for one in figures["memory"]]
+            rows = [list(process.values()) for process in figures["memory"]]
             print(table(list(figures["memory"][0]), rows))
     clean = all(map(is_clean, phases))
     print(f"\nseed {seed}: {'nothing lost, doubled, wrong or left over' if clean else 'FAILED'}")

@@ -184,12 +184,15 @@ def summary(outcomes: Sequence[Outcome], struck: Counter[Kind], left: str) -> di
         "requests": len(outcomes),
         "tokens": sum(len(outcome.tokens) for outcome in outcomes),
         "verdicts": {verdict.value: verdicts[verdict] for verdict in Verdict},
-        "recovered": sum(bool(one.end and one.end.recovered) for one in outcomes),
+        "recovered": sum(bool(outcome.end and outcome.end.recovered) for outcome in outcomes),
         "kills": {kind.value: struck[kind] for kind in Kind},
         "longest_silence_s": longest_silence_s(outcomes),
         "left_over": left,
-        "slowest": [one.sentence() for one in sorted(outcomes, key=lambda one: -one.total_s)[:5]],
-        "bad": [one.sentence() for one in outcomes if one.verdict() not in GOOD][:20],
+        "slowest": [
+            outcome.sentence()
+            for outcome in sorted(outcomes, key=lambda outcome: -outcome.total_s)[:5]
+        ],
+        "bad": [outcome.sentence() for outcome in outcomes if outcome.verdict() not in GOOD][:20],
     }
 
 

@@ -62,13 +62,17 @@ def main() -> dict[str, Any]:
     several = chat.create(**asked, temperature=1, seed=5, n=3)
     said["several"] = [choice.message.content for choice in several.choices]
     alone = [chat.create(**asked, temperature=1, seed=5 + index) for index in range(3)]
-    said["alone"] = [one.choices[0].message.content for one in alone]
+    said["alone"] = [choice.choices[0].message.content for choice in alone]
 
     told = chat.create(**greedy, logprobs=True, top_logprobs=3).choices[0].logprobs
     assert told is not None
     said["logprobs"] = [
-        {"token": one.token, "own": one.logprob, "top": [top.logprob for top in one.top_logprobs]}
-        for one in told.content or []
+        {
+            "token": logprob.token,
+            "own": logprob.logprob,
+            "top": [top.logprob for top in logprob.top_logprobs],
+        }
+        for logprob in told.content or []
     ]
 
     parsed = chat.parse(**(greedy | {"max_completion_tokens": 60}), response_format=Report)

@@ -45,5 +45,5 @@ def test_grpcurl_finds_the_service_and_calls_it(served: Served, run: Run, plain:
         )
         # grpcurl prints a JSON object for each message.
         messages = json.loads("[" + said.replace("\n}\n{", "\n},\n{") + "]")
-        assert "".join(one.get("text", "") for one in messages) == plain.text(PROMPT, LIMIT)
+        assert "".join(message.get("text", "") for message in messages) == plain.text(PROMPT, LIMIT)
         assert messages[-1]["end"]["finish_reason"] == "FINISH_REASON_LENGTH"

@@ -12,13 +12,14 @@ from grpc import StatusCode
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from cluster.metrics import METRICS, FrontendMeter, PoolMeter, Sum
+from cluster.metrics import METRICS, CallRecord, FrontendMeter, PoolMeter, Sum
 from cluster.metrics.exposition import exposition
 from scheduler.messages import Finish, FinishReason, Request as PoolRequest, Submit, Usage
 from scheduler.scheduler import Scheduler
 
 PAGE = Path("docs/metrics.md")
 MADE = "tests.cluster.test_metrics -->\n"
+ANSWERED = CallRecord("a", "", "OK", 1, 3, 8, 5.0, 5.01, 5.1, 5.2, [])
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
 
 
@@ -47,7 +48,7 @@ def counts_of_a_frontend(meter: FrontendMeter) -> None:
         meter.chunk()
         meter.chunk()
         meter.tokens(4, 0.02)
-        meter.answered("OK", 0.1, 0.2)
+        meter.answered(ANSWERED)
 
 
 def test_the_meters_count_the_whole_table_sums_once_and_gauges_once_a_second() -> None:

@@ -94,7 +94,7 @@ def test_a_directory_that_others_may_have_made_is_refused(
     elif found == "another's":
         lstat = Path.lstat
         owned = SimpleNamespace(st_mode=lstat(path).st_mode, st_uid=os.geteuid() + 1)
-        monkeypatch.setattr(Path, "lstat", lambda one: owned if one == path else lstat(one))
+        monkeypatch.setattr(Path, "lstat", lambda asked: owned if asked == path else lstat(asked))
     with pytest.raises(OSError, match=path.name):
         own_ray.begin()
     assert begun == []

@@ -67,7 +67,7 @@ def calls(monkeypatch: pytest.MonkeyPatch, seen: Serve, tmp_path: Path) -> list[
     def run_many(targets: list[RunTarget], **options: bool) -> None:
         waits = ("wait_for_ingress_deployment_creation", "wait_for_applications_running")
         assert options == dict.fromkeys(waits, False)
-        assert [(one.name, one.route_prefix) for one in targets] == [(APP_NAME, "/")]
+        assert [(target.name, target.route_prefix) for target in targets] == [(APP_NAME, "/")]
         seen.deployed = True
 
     def delete(name: str, _blocking: bool) -> None:
@@ -104,7 +104,10 @@ def calls(monkeypatch: pytest.MonkeyPatch, seen: Serve, tmp_path: Path) -> list[
     return made
 
 
-OURS = [f"{REPLICA_ID_FULL_ID_STR_PREFIX}{APP_NAME}#{one}" for one in ("replica#a", "frontend#b")]
+OURS = [
+    f"{REPLICA_ID_FULL_ID_STR_PREFIX}{APP_NAME}#{deployment}"
+    for deployment in ("replica#a", "frontend#b")
+]
 ACTORS = [
     {"name": name, "namespace": "serve"}
     for name in (*OURS, f"{REPLICA_ID_FULL_ID_STR_PREFIX}another#replica#c", "SERVE_CONTROLLER")
@@ -222,7 +225,10 @@ def test_serve_and_grpc_read_what_they_are_told() -> None:
     source = Path(serve_constants.__file__).read_text()
     assert all(f'"{name}"' in source for name in told if name.startswith("RAY_SERVE_"))
     known = Path(cygrpc.__file__).read_bytes()  # A name that it does not know gRPC passes over.
-    assert all(one.strip("-").encode() in known for one in told["GRPC_EXPERIMENTS"].split(","))
+    assert all(
+        experiment.strip("-").encode() in known
+        for experiment in told["GRPC_EXPERIMENTS"].split(",")
+    )
     # Whatever a proxy takes gets through to the frontend.
     inner = int(told["RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH"])
     assert inner > int(told["RAY_SERVE_GRPC_MAX_MESSAGE_SIZE"])
@@ -234,7 +240,9 @@ def failed(*messages: str) -> Callable[[Serve], None]:
     def say(seen: Serve) -> None:
         seen.states = ["DEPLOYING", "DEPLOY_FAILED"]
         seen.message = "as Serve\n says"
-        seen.deployments = {str(n): SimpleNamespace(message=one) for n, one in enumerate(messages)}
+        seen.deployments = {
+            str(n): SimpleNamespace(message=message) for n, message in enumerate(messages)
+        }
 
     return say
 

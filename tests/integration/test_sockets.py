@@ -142,17 +142,14 @@ def names(protocol: str) -> set[str]:
 
 def test_the_list_has_every_path_that_is_served_without_a_key(keyed: Keyed) -> None:
     service = FrontendService(ClusterConfig(), [], load_fake_text(ReplicaConfig()), "frontend")
-    paths = {
-        path: next(iter(methods)).upper()
-        for path, methods in http_app(service).openapi()["paths"].items()
-    }
-    assert "/v1/completions" in paths
-    paths |= {"/-/healthz": "GET", "/-/routes": "GET"}
+    listed = http_app(service).openapi()["paths"].items()
+    paths = [(path, method.upper()) for path, methods in listed for method in methods]
+    assert ("/v1/completions", "POST") in paths
     found = set()
-    for path, method in paths.items():
+    for path, method in [*paths, ("/-/healthz", "GET"), ("/-/routes", "GET")]:
         connection = http.client.HTTPConnection("127.0.0.1", keyed.http_port, timeout=CALL_S)
         headers = {"content-type": "application/json"}
-        connection.request(method, path.replace("{name}", "x"), b"{}", headers)
+        connection.request(method, re.sub(r"{\w+(:path)?}", "x", path), b"{}", headers)
         if connection.getresponse().status != 401:
             found.add(path)
         connection.close()

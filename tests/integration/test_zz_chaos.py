@@ -34,4 +34,4 @@ def test_chaos_loses_doubles_and_changes_nothing() -> None:
         assert verdicts["cancelled"] > 0
         assert verdicts["deadline"] > 0
         assert figures["recovered"] > 0
-        assert {"pool", "replica", "frontend"} <= {one["kind"] for one in figures["memory"]}
+        assert {"pool", "replica", "frontend"} <= {process["kind"] for process in figures["memory"]}

@@ -47,11 +47,11 @@ def test_completions_are_those_of_transformers(llm: LLM) -> None:
     model = AutoModelForCausalLM.from_pretrained(TARGET_DIR).eval()
     params = SamplingParams(max_tokens=24, ignore_eos=True)
     texts = llm.generate(PROMPTS, params, progress=False)
-    for one in texts:
-        assert one.token_ids == plain_greedy(model, one.prompt_token_ids, 24)
-        assert one.finish_reason == "length"
-    again = llm.generate([one.prompt_token_ids for one in texts], params, progress=False)
-    assert [one.text for one in again] == [one.text for one in texts]
+    for text in texts:
+        assert text.token_ids == plain_greedy(model, text.prompt_token_ids, 24)
+        assert text.finish_reason == "length"
+    again = llm.generate([text.prompt_token_ids for text in texts], params, progress=False)
+    assert [answer.text for answer in again] == [text.text for text in texts]
     stop = texts[0].text[5:8]
     [cut] = llm.generate(PROMPTS[0], SamplingParams(max_tokens=24, stop=stop), progress=False)
     assert (cut.text, cut.finish_reason) == (texts[0].text.partition(stop)[0], "stop")
@@ -105,11 +105,11 @@ def test_conversations_are_written_as_the_prompts_of_their_template(
         encode(talk, chat_template=TEMPLATE, add_generation_prompt=True, return_dict=False)
         for talk in talks
     ]
-    assert [one.prompt_token_ids for one in answers] == prompts
+    assert [answer.prompt_token_ids for answer in answers] == prompts
     plain = llm.generate(prompts, every, progress=False)
-    for one, other in zip(answers, plain, strict=True):
-        assert replace(one, usage=other.usage) == other
-    assert sum(one.usage.accepted_tokens for one in answers) > 0
+    for answer, other in zip(answers, plain, strict=True):
+        assert replace(answer, usage=other.usage) == other
+    assert sum(answer.usage.accepted_tokens for answer in answers) > 0
     [alone] = model.chat(talks[1], every[1], progress=False)
     assert alone.token_ids == answers[1].token_ids
 
@@ -133,7 +133,7 @@ def test_with_a_seed_of_its_own_a_model_samples_the_same_again() -> None:
     params = SamplingParams(max_tokens=12, temperature=1)
     models = [LLM("tiny", seed=seed, **TINY) for seed in (2, 2, 3)]
     answers = [model.generate(PROMPTS[:1] * 2, params, progress=False) for model in models]
-    texts = [[one.text for one in each] for each in answers]
+    texts = [[completion.text for completion in each] for each in answers]
     assert texts[0] == texts[1]
     assert texts[0][1] == texts[2][0] != texts[0][0]
 
@@ -203,7 +203,7 @@ def test_a_prompt_that_fails_is_named_and_the_others_are_written(tmp_path: Path)
     first, failed, last = caught.value.completions
     assert failed is None
     whole = broken.generate(PROMPTS[:2], params, progress=False)
-    assert [first.token_ids, last.token_ids] == [one.token_ids for one in whole]
+    assert [first.token_ids, last.token_ids] == [completion.token_ids for completion in whole]
 
 
 def test_what_was_written_before_the_replica_broke_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:

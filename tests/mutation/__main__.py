@@ -58,8 +58,8 @@ def main() -> None:
             if failed := _seen(Path(folder) / "0", floor):
                 sys.exit(f"without any change: {failed}")
         with ThreadPoolExecutor(args.jobs) as pool:
-            verdicts = pool.map(lambda one: _try(trees, *one), drawn)
-            survivors = sum([_told(number, *one) for number, one in enumerate(verdicts, 1)])
+            verdicts = pool.map(lambda change: _try(trees, *change), drawn)
+            survivors = sum([_told(number, *verdict) for number, verdict in enumerate(verdicts, 1)])
     print(f"seed {args.seed}: found {len(drawn) - survivors} of {len(drawn)}")
 
 
@@ -80,7 +80,7 @@ def _try(trees: SimpleQueue[Path], site: Site, text: str) -> tuple[str, str, flo
     file = tree / site.path
     source = file.read_text()
     new = changed(source, site, text)
-    lines = [one.splitlines(keepends=True) for one in (source, new)]
+    lines = [text.splitlines(keepends=True) for text in (source, new)]
     diff = "".join(difflib.unified_diff(*lines, site.path, site.path, n=2))
     compiled = Path(cache_from_source(str(file)))
     try:
@@ -131,12 +131,12 @@ def _tests_of(tree: Path, path: str) -> list[str]:
     here = [*(tests / floor).glob("test_*.py"), *(tests / floor).glob("[a-z]*/")]
     beyond = [tests / "sim"]
     if floor == "replicas":  # the other folders take minutes and run little of the core
-        here = [one for one in here if one.is_file() or one.name in (*near, *_OF_THE_CORE)]
+        here = [path for path in here if path.is_file() or path.name in (*near, *_OF_THE_CORE)]
         beyond = [
             tests / "oracle" / f"test_{name}.py" for name in ("traps", "decoding", "drafters")
         ]
-    here.sort(key=lambda one: (one.name not in near, one.is_dir(), one.name))
-    return [one.relative_to(tree).as_posix() for one in [*here, *beyond]]
+    here.sort(key=lambda path: (path.name not in near, path.is_dir(), path.name))
+    return [path.relative_to(tree).as_posix() for path in [*here, *beyond]]
 
 
 def _told(number: int, diff: str, seen: str, took_s: float) -> bool:

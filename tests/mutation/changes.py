@@ -57,8 +57,8 @@ class Site:
 
 
 def core_modules(root: Path) -> list[str]:
-    found = [root / one for one in CORE if one.endswith(".py")]
-    found += [path for one in CORE for path in (root / one).rglob("*.py")]
+    found = [root / place for place in CORE if place.endswith(".py")]
+    found += [path for place in CORE for path in (root / place).rglob("*.py")]
     names = sorted(path.relative_to(root).as_posix() for path in found)
     return [name for name in names if not name.startswith(LEFT_OUT)]
 
@@ -138,7 +138,7 @@ def _instead(node: ast.AST) -> Iterator[str]:
         case ast.Constant(value=int() | float() as value):
             more = (value + 1, value - 1) if isinstance(value, int) else ()
             some = (value * 2, value // 2 if isinstance(value, int) else value / 2)
-            yield from (f"({one!r})" if one < 0 else repr(one) for one in (*more, *some))
+            yield from (f"({text!r})" if text < 0 else repr(text) for text in (*more, *some))
         case ast.Expr(value=ast.Call()):
             yield "pass"
         case ast.Return(value=ast.expr() as value) if not isinstance(value, ast.Constant):

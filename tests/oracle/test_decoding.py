@@ -260,13 +260,13 @@ def test_outputs_are_those_of_the_plain_loop(
 ) -> None:
     replica = asked_replica(drafter)
     outputs = run_staggered(replica, requests(), rows_max, draft_len, seed=rows_max)
-    for request, output, one in zip(requests(), outputs, alone(), strict=True):
+    for request, output, expected in zip(requests(), outputs, alone(), strict=True):
         agree(request, output)
-        assert output.logprobs == one.logprobs, "the same bits"
+        assert output.logprobs == expected.logprobs, "the same bits"
     end = IDS["[/THINK]"]
-    ended = [plainly(one)[0][-1] == EOS for one in requests() if one.decoding.grammar]
+    ended = [plainly(request)[0][-1] == EOS for request in requests() if request.decoding.grammar]
     assert any(ended), "a grammar comes to its end within the limit"
-    thoughts = [plainly(one)[0].index(end) for one in requests() if end in plainly(one)[0][:-1]]
+    thoughts = [end in plainly(request)[0][:-1] for request in requests()]
     assert any(thoughts), "reasoning ends within the limit, and a structure begins"
 
 

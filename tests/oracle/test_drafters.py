@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from itertools import takewhile
 
 import pytest
 import torch
@@ -18,15 +19,17 @@ import torch
 from benchmarks.shared.oracle import OracleDrafter
 from cluster.local.engine import REPLICA_ID, LocalEngine
 from replicas.config import ReplicaConfig
+from replicas.drafters import DraftRequest, Proposal
 from replicas.memory import plan_memory
 from replicas.replica import Replica
+from replicas.stopwatch import Stopwatch
 from scheduler.config import SchedulerConfig
 from scheduler.messages import Priority, ReplicaJoined, ReplicaLost, Request
 from tests.oracle.drafters import ORACLES, replica_of, toy_source
 from tests.oracle.worlds import conversations, sampled
 from tests.reference import plain_greedy
 from tests.replicas.pool import Failing
-from tests.tiny_pairs import pair_in, target_model, tiny_pair
+from tests.tiny_pairs import VOCAB, pair_in, target_model, tiny_pair, tiny_replica
 
 DRAFTERS = (
     *("none", "model", "suffix", "eagle3", "dflash", "dspark", "clover", "toy"),
@@ -61,12 +64,14 @@ def world(hot: bool, architecture: str) -> tuple[list[Request], list[list[int]]]
     without a drafter."""
     requests = sampled(conversations(seed=21)) if hot else conversations(seed=21)
     requests = [
-        replace(one, draft_len=index % 9, priority=Priority(index % 3))
-        for index, one in enumerate(requests)
+        replace(request, draft_len=index % 9, priority=Priority(index % 3))
+        for index, request in enumerate(requests)
     ]
     if not hot:
         model = target_model(architecture)
-        return requests, [plain_greedy(model, one.prompt, one.max_new_tokens) for one in requests]
+        return requests, [
+            plain_greedy(model, request.prompt, request.max_new_tokens) for request in requests
+        ]
     replica = replica_of("none", [], num_gpu_blocks_override=2048, prefix_sharing=False)
     engine = LocalEngine(replica, SchedulerConfig(rows_max=1, draft_len=0))
     return requests, [output.tokens for output in engine.generate(requests)]
@@ -135,7 +140,7 @@ def test_a_drafter_gets_the_memory_that_it_asks_for() -> None:
     plain = replace(tiny_pair("llama"), draft=None)
     pair = replace(plain, draft=toy_source())
     planned, without = (
-        plan_memory(config, one.shape, torch.device("cpu"), loaded=True) for one in (pair, plain)
+        plan_memory(config, kind.shape, torch.device("cpu"), loaded=True) for kind in (pair, plain)
     )
     assert planned.buffers.drafter == pair.shape.draft.kept == 1 << 20
     assert planned.least - without.least >= 1 << 20
@@ -159,19 +164,49 @@ def test_a_token_that_was_asked_for_and_not_drafted_counts_as_tried() -> None:
     assert short > len(rows) / 3
 
 
+class Clairvoyant(OracleDrafter):
+    """It knows what the target will choose, and ends a draft before an odd token."""
+
+    def propose(self, request: DraftRequest, watch: Stopwatch) -> Proposal:
+        proposal = super().propose(request, watch)
+        drafts = proposal.tokens.t().tolist()
+        lens = [
+            sum(1 for _ in takewhile(lambda token: token % 2 == 0, draft[:most]))
+            for draft, most in zip(drafts, proposal.lens, strict=True)
+        ]
+        self.cut += sum(proposal.lens) - sum(lens)
+        return Proposal(proposal.tokens, lens)
+
+    cut = 0
+
+
+def test_a_draft_that_is_cut_by_what_it_says_changes_no_sampled_token() -> None:
+    """Under rejection sampling it would: a token would be the likelier the less it is checked."""
+    requests, expected = world(True, "llama")
+    whole = [[*one.prompt, *tokens] for one, tokens in zip(requests, expected, strict=True)]
+    drafter = Clairvoyant(whole, 1.0, VOCAB, ragged=False)
+    engine = LocalEngine(tiny_replica("llama", drafter), SchedulerConfig(rows_max=8, draft_len=4))
+    outputs = engine.generate([replace(one, draft_len=None) for one in requests])
+    assert [output.tokens for output in outputs] == expected
+    assert drafter.cut > 100
+    assert sum(output.usage.accepted_tokens for output in outputs) > 50
+
+
 IN_BFLOAT16 = {"dtype": "bfloat16", "deterministic": True, "num_gpu_blocks_override": 512}
 
 
 @cache
 def in_bfloat16_alone() -> tuple[list[Request], list[list[int]]]:
-    requests = [replace(one, draft_len=None) for one in world(True, "llama")[0][:8]]
+    requests = [replace(request, draft_len=None) for request in world(True, "llama")[0][:8]]
     replica = replica_of("none", [], pair_in(torch.bfloat16), **IN_BFLOAT16)
     engine = LocalEngine(replica, SchedulerConfig(rows_max=1, draft_len=0))
     return requests, [output.tokens for output in engine.generate(requests)]
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("drafter", [one for one in DRAFTERS if one not in ("none", "toy")])
+@pytest.mark.parametrize(
+    "drafter", [drafter for drafter in DRAFTERS if drafter not in ("none", "toy")]
+)
 def test_so_it_is_in_bfloat16_with_deterministic_sums(drafter: str) -> None:
     requests, expected = in_bfloat16_alone()
     answered = zip(requests, expected, strict=True)

@@ -19,7 +19,6 @@ from itertools import product
 import pytest
 
 from cluster.frontend.text import TextStream
-from cluster.frontend.tools.use import ToolFormat
 from cluster.local.engine import LocalEngine, Output
 from replicas.grammars import Grammars, grammar_of
 from scheduler.config import SchedulerConfig
@@ -116,7 +115,8 @@ def long(number: int, request: Request, alone: Alone | None) -> Request:
 
 
 OBJECT = grammar_of("json_schema", [json.dumps(SCHEMA)])
-HERMES = of_tool("auto", ToolFormat.HERMES)
+HERMES = of_tool("auto", "hermes")
+THINKING = of_tool("required", "mistral", reasons="mistral")
 FEATURES = {
     "plain": Feature(),
     "penalties": Feature(
@@ -129,7 +129,7 @@ FEATURES = {
     "bias_and_bans": Feature(banned),
     "min_p": Feature(filtered),
     "json_schema": Feature(decoding({"grammar": OBJECT}, {"grammar": OBJECT, "logprobs": 1})),
-    "tools": Feature(decoding({"grammar": CALL}, {"grammar": HERMES})),
+    "tools": Feature(decoding({"grammar": CALL}, {"grammar": HERMES}, {"grammar": THINKING})),
     "log_probabilities": Feature(
         decoding({"logprobs": 3}, {"logprobs": 0, "prompt_logprobs": 2}, {"prompt_logprobs": 0})
     ),

@@ -86,7 +86,9 @@ def limited(drafter: str, known: tuple[End, ...] = ()) -> Replica:
 def alone() -> tuple[End, ...]:
     """Without a drafter, one row at a time."""
     engine = LocalEngine(limited("none"), SchedulerConfig(rows_max=1, draft_len=0))
-    return tuple((one.tokens, one.reason, one.message) for one in engine.generate(requests()))
+    return tuple(
+        (output.tokens, output.reason, output.message) for output in engine.generate(requests())
+    )
 
 
 def test_the_grammars_stop_in_the_middle_of_a_text() -> None:
@@ -105,4 +107,4 @@ def test_a_row_ends_at_the_same_token_with_any_drafter(
     drafter: str, rows_max: int, draft_len: int
 ) -> None:
     outputs = run_staggered(limited(drafter, alone()), requests(), rows_max, draft_len, rows_max)
-    assert [(one.tokens, one.reason, one.message) for one in outputs] == list(alone())
+    assert [(output.tokens, output.reason, output.message) for output in outputs] == list(alone())

@@ -31,8 +31,8 @@ def prompt(length: int) -> tuple[int, ...]:
 def test_trap_01_pad_ids_in_the_content_are_tokens() -> None:
     prompts = [(PAD,) * 5, (7, PAD, PAD, 9), (PAD, EOS, PAD), prompt(11)]
     engine = LocalEngine(tiny_replica("llama"), SchedulerConfig(draft_len=3), check=True)
-    outputs = engine.generate([Request(str(i), one, 12) for i, one in enumerate(prompts)])
-    expected = [plain_greedy(target_model("llama"), one, 12) for one in prompts]
+    outputs = engine.generate([Request(str(i), tokens, 12) for i, tokens in enumerate(prompts)])
+    expected = [plain_greedy(target_model("llama"), tokens, 12) for tokens in prompts]
     assert [output.tokens for output in outputs] == expected
 
 
@@ -45,7 +45,10 @@ def test_trap_05_realignment_moves_no_kv_data() -> None:
     layer = unrecorded(replica.target).cache.layers[0]
     for _ in range(6):
         before = layer.clone()
-        valid = {one: 9 + int(one) + len(outputs[one].tokens) for one in replica.residents}
+        valid = {
+            resident: 9 + int(resident) + len(outputs[resident].tokens)
+            for resident in replica.residents
+        }
         engine.advance()
         for name, length in valid.items():
             table = replica.blocks.table([name], layer.device)[0]

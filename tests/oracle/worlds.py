@@ -138,7 +138,10 @@ def greedy_answers(architecture: str) -> Answered:
     else:
         model = target_model(architecture)
         requests = mixed_requests(VOCAB, 20, seed=ARCHITECTURES.index(architecture))
-    return tuple((one, plain_greedy(model, one.prompt, one.max_new_tokens)) for one in requests)
+    return tuple(
+        (request, plain_greedy(model, request.prompt, request.max_new_tokens))
+        for request in requests
+    )
 
 
 @cache
@@ -146,14 +149,16 @@ def sampled_answers(architecture: str) -> Answered:
     """Each request by itself: batch 1, draft length 0."""
     plain = demo_requests() if architecture == DEMO else mixed_requests(VOCAB, 16, seed=50)
     engine = LocalEngine(replica_for(architecture), SchedulerConfig(rows_max=1, draft_len=0))
-    return tuple((one, engine.generate([one])[0].tokens) for one in sampled(plain))
+    return tuple((request, engine.generate([request])[0].tokens) for request in sampled(plain))
 
 
 def check_answers(
     replica: Replica, answered: Answered, rows_max: int, draft_len: int | None, seed: int = 0
 ) -> list[Output]:
     """Runs all of them, staggered; each has its own answer."""
-    outputs = run_staggered(replica, [one for one, _ in answered], rows_max, draft_len, seed)
+    outputs = run_staggered(
+        replica, [request for request, _ in answered], rows_max, draft_len, seed
+    )
     for (request, tokens), output in zip(answered, outputs, strict=True):
         assert output.tokens == tokens, request
     return outputs

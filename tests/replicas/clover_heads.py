@@ -79,7 +79,7 @@ def plain_clover(
     drafts: list[int],
 ) -> torch.Tensor:  # [1 + drafts, vocab]
     """The logits of the token after the content, and after each of these draft tokens."""
-    w = {name: one.double() for name, one in tensors.items()}
+    w = {name: tensor.double() for name, tensor in tensors.items()}
     e = w.get("clover_embed_tokens.weight", lm_head.double())
     head = w.get("lm_head.weight", lm_head.double())
     eps, dim, heads = (whole[key] for key in ("rms_norm_eps", "head_dim", "num_attention_heads"))
@@ -92,7 +92,7 @@ def plain_clover(
 
     def regressive(x: torch.Tensor, y: torch.Tensor, name: str) -> torch.Tensor:
         q = linear(norm(x, name + ".input_layernorm"), name + ".q").view(len(x), heads, -1)
-        k, v = (linear(y, f"{name}.{one}").view(len(x), heads, -1) for one in "kv")
+        k, v = (linear(y, f"{name}.{letter}").view(len(x), heads, -1) for letter in "kv")
         cos = (q * k).sum(-1) / (q.norm(dim=-1) * k.norm(dim=-1))
         return x + (cos[..., None] * v).flatten(1)
 
@@ -111,7 +111,8 @@ def plain_clover(
         layer = f"layers.{number}."
         inner = norm(x, layer + "input_layernorm")
         q, k, v = (
-            linear(inner, f"{layer}self_attn.{one}_proj").view(len(x), -1, dim) for one in "qkv"
+            linear(inner, f"{layer}self_attn.{letter}_proj").view(len(x), -1, dim)
+            for letter in "qkv"
         )
         group = heads // k.shape[1]
         q, k, v = rotate(q), rotate(k).repeat_interleave(group, 1), v.repeat_interleave(group, 1)

@@ -82,12 +82,12 @@ def save_head(
     (path / "config.json").write_text(json.dumps(whole))
     original = "speculators_model_type" not in whole
     if original:
-        made = {name.replace("layers.0.", "midlayer."): one for name, one in made.items()}
+        made = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in made.items()}
     if original and pickled:
         torch.save(made, path / "pytorch_model.bin")
     else:
         save_file(
-            {name: one.contiguous() for name, one in made.items()}, path / "model.safetensors"
+            {name: tensor.contiguous() for name, tensor in made.items()}, path / "model.safetensors"
         )
     return str(path)
 
@@ -151,8 +151,8 @@ def plain_head(
         residual = normed if config.norm_before_residual else g
         both = torch.cat((embedded, normed), -1)
         queries, keys, values = (
-            linear(both, f"{layer}self_attn.{one}_proj").view(len(g), -1, config.head_dim)
-            for one in "qkv"
+            linear(both, f"{layer}self_attn.{letter}_proj").view(len(g), -1, config.head_dim)
+            for letter in "qkv"
         )
         if config.layer.model_type == "qwen3":
             queries = norm(queries, layer + "self_attn.q_norm")

@@ -84,7 +84,9 @@ def save_one_pass(path: Path, target: Any, whole: dict[str, Any], **tensors: Any
     made = {name: value for name, value in {**made, **tensors}.items() if value is not None}
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(whole))
-    save_file({name: one.contiguous() for name, one in made.items()}, path / "model.safetensors")
+    save_file(
+        {name: tensor.contiguous() for name, tensor in made.items()}, path / "model.safetensors"
+    )
     return str(path)
 
 
@@ -116,7 +118,9 @@ class PlainOnePass:
     ) -> None:
         """`first`: the slot that drafts the first token."""
         self._said = {**whole, **whole.get("transformer_layer_config", {})}
-        self._w = {name: one.double() for name, one in tensors.items() if one.is_floating_point()}
+        self._w = {
+            name: tensor.double() for name, tensor in tensors.items() if tensor.is_floating_point()
+        }
         self._w.setdefault("embed_tokens.weight", target.get_input_embeddings().weight.double())
         self._w.setdefault("lm_head.weight", target.get_output_embeddings().weight.double())
         self.ids = torch.arange(TARGET_VOCAB)

@@ -21,7 +21,7 @@ from tests.tiny_pairs import target_model, tiny_replica
 
 
 def tried(kind: BatchKind, replica: Trial, *most: int) -> list[TriedBatch]:
-    return [one for one in calibrate(replica, *most) if one[0].kind is kind]
+    return [timed for timed in calibrate(replica, *most) if timed[0].kind is kind]
 
 
 def steps_of(replica: Trial, *most: int) -> list[TriedBatch]:

@@ -47,11 +47,11 @@ class ScriptedModel:
         assert tokens.shape == (len(positions),)
         places = [row for group in layout.groups for row in group.tokens.tolist()]
         of_rows = [slice(row[0], row[-1] + 1) for row in sorted(places)]
-        self.fed.append([tokens.tolist()[one] for one in of_rows])
-        self.positions.append([positions[one] for one in of_rows])
+        self.fed.append([tokens.tolist()[row] for row in of_rows])
+        self.positions.append([positions[row] for row in of_rows])
         logits = torch.zeros(len(positions), VOCAB)
-        for says, one in zip(self.script, of_rows, strict=False):
-            for place in range(len(positions))[one]:
+        for says, item in zip(self.script, of_rows, strict=False):
+            for place in range(len(positions))[item]:
                 logits[place, says.get(positions[place] + 1, 0)] = 1.0
         return Output(
             logits[options.logits] if isinstance(options.logits, torch.Tensor) else logits

@@ -39,7 +39,7 @@ class Overflowing(Client):
         settings |= {"prefix_sharing": False, "deterministic": deterministic, **config}
         super().__init__(Replica(pair_in(torch.float16, "qwen3"), ReplicaConfig(**settings)))
         runners = (self.replica.target, self.replica.drafter.model)
-        self.models = [unrecorded(one) for one in runners]
+        self.models = [unrecorded(runner) for runner in runners]
         for paged in self.models:
             paged.model.get_input_embeddings().weight.data[BEYOND] = torch.inf
 

@@ -9,22 +9,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import (
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    PreTrainedTokenizerFast,
-    Qwen3Config,
-)
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from cluster.local.engine import LocalEngine
 from cluster.verify import transformers_model
 from replicas.config import ReplicaConfig
 from replicas.errors import PairRefused
 from replicas.models.loader import dtype_name, resolve, resolve_device
-from replicas.pair import check_attention, load_pair, read_pair
+from replicas.pair import check_positions, load_pair, read_pair
 from replicas.replica import Replica
 from scheduler.config import SchedulerConfig
 from scheduler.messages import Request, Sampling
@@ -144,15 +136,7 @@ def test_positions_that_depend_on_batch_mates_are_refused(kind: str) -> None:
     model = LlamaConfig(**SHAPE)
     model.rope_parameters = {"rope_type": kind, "factor": 2.0, "rope_theta": 10000.0}
     with pytest.raises(PairRefused, match="batch mates"):
-        check_attention(model, 256)
-
-
-def test_a_sliding_window_is_refused_unless_the_context_fits_in_it() -> None:
-    model = MistralConfig(**SHAPE, sliding_window=128)
-    check_attention(model, 128)
-    with pytest.raises(PairRefused, match="set context_len to at most 128"):
-        check_attention(model, 129)
-    check_attention(Qwen3Config(**SHAPE), 256)
+        check_positions(model)
 
 
 def test_a_revision_of_the_hub_is_a_snapshot(
@@ -250,12 +234,3 @@ def test_embeddings_padded_to_different_sizes_change_nothing(
     assert [output.tokens for output in outputs] == [output.tokens for output in plain]
     if target_vocab > draft_vocab:
         assert max(max(output.tokens) for output in outputs) >= draft_vocab
-
-
-def test_attention_that_is_not_the_plain_one_is_refused_at_load(target: str) -> None:
-    """A soft cap on the scores would silently be left out, and the tokens would be others."""
-    shape = {**SHAPE, "vocab_size": 8, "num_hidden_layers": 2}
-    capped = Gemma2Config(**shape, sliding_window=256, attn_logit_softcapping=50.0)
-    Gemma2ForCausalLM(capped).save_pretrained(target)
-    with pytest.raises(PairRefused, match="'softcap', which is not served"):
-        Replica.load(config(target, None, context_len=100))

@@ -45,7 +45,7 @@ def hidden_states(content: Sequence[int], layers: Sequence[int]) -> list[torch.T
     with torch.no_grad():
         out = model(torch.tensor([content[:-1]]), output_hidden_states=True)
     hook.remove()
-    states = [one[0] for one in out.hidden_states[:-1]] + last
+    states = [hidden[0] for hidden in out.hidden_states[:-1]] + last
     return [states[number] for number in layers]
 
 
@@ -55,7 +55,7 @@ def drafter_in_float64(source: DraftSource) -> Any:
     shape = dataclasses.replace(tiny_pair("llama"), draft=source).shape
     plan = plan_memory(config, shape, CPU, loaded=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(device_attention, "_try_out", lambda backend: None)  # it knows no float64
+        patch.setattr(device_attention, "_try_out", lambda *_: None)  # it knows no float64
         return source.drafter(plain_target(), config, plan)
 
 

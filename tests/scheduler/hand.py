@@ -167,7 +167,9 @@ def of_kind(actions: list[Action], kind: type[T]) -> list[T]:
 
 
 def released(actions: list[Action]) -> list[str]:
-    return [one for release in of_kind(actions, Release) for one in release.sequence_ids]
+    return [
+        sequence_id for release in of_kind(actions, Release) for sequence_id in release.sequence_ids
+    ]
 
 
 def only(actions: list[Action], kind: type[T]) -> T:

@@ -33,7 +33,7 @@ def run(hand: Hand, rounds: int = 500) -> int:
 def preempted(hand: Hand) -> list[str]:
     """The sequences that are sent back first."""
     while True:
-        gone = [one for one in released(hand.work()) if one not in hand.finishes]
+        gone = [name for name in released(hand.work()) if name not in hand.finishes]
         if gone:
             return gone
 

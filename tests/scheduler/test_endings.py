@@ -50,7 +50,7 @@ def test_a_row_in_flight_is_cancelled_at_once_and_released_after_its_batch(
     actions = hand.cancel("a")
     interrupts = [] if in_prefill else [Interrupt("r", batch.id)]
     assert of_kind(actions, Interrupt) == interrupts, "a batch of several steps ends early"
-    assert [type(one) for one in actions if not isinstance(one, Interrupt)] == [Finish]
+    assert [type(action) for action in actions if not isinstance(action, Interrupt)] == [Finish]
     assert hand.cancel("a") == []
     assert hand.used() > 0
     actions = hand.done(batch, a=(5, 6))

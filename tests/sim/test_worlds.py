@@ -69,5 +69,5 @@ def test_worlds_are_tight_and_deadly_enough_to_prove_something() -> None:
     assert sum(world.scheduler.snapshot().preempted for world in worlds) > 5
     deadly = Knobs(requests=40, cancels=0, deadly=1, **QUIET)
     ends = [run(seed, deadly)[2].outcomes["q0"].end for seed in range(6)]
-    failed = [isinstance(one, Finish) and one.reason is FinishReason.FAILED for one in ends]
+    failed = [isinstance(end, Finish) and end.reason is FinishReason.FAILED for end in ends]
     assert sum(failed) > 3

@@ -46,19 +46,23 @@ class Caller:
     """IP address of the peer without port; empty where the transport does not tell."""
     forwarded: bool = False
     """Whether a header says that the peer passes on a call of another machine."""
+    traceparent: str = ""
+    """Of W3C's Trace Context, as it came."""
 
     @classmethod
     def from_headers(cls, headers: Iterable[tuple[str, str | bytes]], address: str) -> Caller:
         """Names of headers in lower case; `address` is the peer's."""
-        authorization, keys, forwarded = [], [], False
+        authorization, keys, forwarded, traceparent = [], [], False, ""
         for name, value in headers:
             if name == "authorization" and isinstance(value, str):
                 authorization.append(value)
             elif name == "x-api-key" and isinstance(value, str):  # as Anthropic's clients send it
                 keys.append(f"Bearer {value}")
             forwarded |= name in _FORWARDED
+            if name == "traceparent" and isinstance(value, str):
+                traceparent = value
         authorization = authorization or keys
-        return cls(tuple(authorization), address, forwarded)
+        return cls(tuple(authorization), address, forwarded, traceparent)
 
     @property
     def on_loopback(self) -> bool:

@@ -97,7 +97,7 @@ def _prompt(message: pb.GenerateRequest, tools: ToolUse | None) -> Prompt:
     if form and message.messages:
         raise InvalidRequest("messages", f"{form} is given as well; exactly one is allowed")
     if message.messages:
-        turns = [_turn(f"messages.{at}", one) for at, one in enumerate(message.messages)]
+        turns = [_turn(f"messages.{at}", turn) for at, turn in enumerate(message.messages)]
         goes_on = message.continue_final_message
         if goes_on and message.add_generation_prompt:
             raise InvalidRequest("continue_final_message", "not with add_generation_prompt")

@@ -1,5 +1,6 @@
 """Checkpoints of heads: config.json and named tensors, refused by name where they do not fit."""
 
+from replicas.drafters.checkpoints.named import head_of, refuse_ranks
 from replicas.drafters.checkpoints.tensors import (
     load_tensors,
     no_storage,

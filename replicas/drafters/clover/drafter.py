@@ -13,23 +13,16 @@ from itertools import accumulate
 import torch
 from transformers import PreTrainedModel
 
-from replicas.config import DRAFTING_FIELD, ReplicaConfig
+from replicas.config import ReplicaConfig
 from replicas.drafters.backlog import Backlog
-from replicas.drafters.checkpoints import no_storage
+from replicas.drafters.checkpoints import head_of, no_storage, refuse_ranks
 from replicas.drafters.clover.layers import CloverLayers
 from replicas.drafters.clover.weights import CloverHead, load_clover, read_clover
 from replicas.drafters.protocol import Drafter, DraftRequest, DraftSource, Observation, Proposal
 from replicas.errors import PairRefused
 from replicas.invariant import Arithmetic
 from replicas.memory import DraftMemory, MemoryPlan
-from replicas.models import (
-    ModelShape,
-    attention_over,
-    cache_of,
-    computes_on_host,
-    dtype_of,
-    resolve,
-)
+from replicas.models import ModelShape, attention_over, cache_of, computes_on_host, dtype_of
 from replicas.sampling import guess
 from replicas.stopwatch import Stopwatch
 from replicas.transfers import upload
@@ -102,7 +95,7 @@ class CloverDrafter:
     def _drafted(self, request: DraftRequest, lens: list[int]) -> torch.Tensor:  # [k, rows], int64
         states = [self._at(row)[1] for row in request.ids]
         spare = next(state for state in states if state is not None)
-        state = torch.cat([spare if one is None else one for one in states])
+        state = torch.cat([spare if state is None else state for state in states])
         logits = self._layers.first(state)
         tokens = [guess(logits, request.sampling, request.noise, 0)]
         for j in range(1, max(lens)):
@@ -123,18 +116,10 @@ class CloverSource(DraftSource):
         """For a target of this config. Raises PairRefused, or OSError for a name not found."""
         name = config.drafting.model
         assert name is not None
-        path = resolve(name, "draft", field=DRAFTING_FIELD)
-        try:
+        with head_of(name) as path:
             of_head = read_clover(path, target)
-            if config.tensor_parallel > 1 and not (of_head.own_head and of_head.own_embedding):
-                raise PairRefused(
-                    "tensor_parallel: the head drafts with the target's output matrix, of which a"
-                    " rank holds a part"
-                )
-        except PairRefused as error:
-            raise PairRefused(f"{DRAFTING_FIELD}: {path}: {error}") from None
-        except OSError as error:
-            raise OSError(f"{DRAFTING_FIELD}: {error}") from error
+            if not (of_head.own_head and of_head.own_embedding):
+                refuse_ranks(config)
         tensors = no_storage(of_head.tensors, dtype_of(config))
         return cls(name, CloverHead(of_head, tensors))
 
@@ -148,18 +133,15 @@ class CloverSource(DraftSource):
         return DraftMemory(weights, ModelShape.of(self.head.config), 1)
 
     def load(self, config: ReplicaConfig, device: torch.device) -> CloverSource:
-        path = resolve(self.name, "draft", field=DRAFTING_FIELD)
-        try:
+        with head_of(self.name) as path:
             head = load_clover(path, self.head.config, dtype_of(config), device)
-        except PairRefused as error:
-            raise PairRefused(f"{DRAFTING_FIELD}: {path}: {error}") from None
         return replace(self, head=head)
 
     def drafter(self, target: PreTrainedModel, config: ReplicaConfig, plan: MemoryPlan) -> Drafter:
         if not hasattr(target.base_model, "layers"):
             raise PairRefused(f"{type(target).__name__} has no layers of that name to look behind")
         sizes, on_host = ModelShape.of(self.head.config), computes_on_host(config, target.device)
-        cache = cache_of(sizes, config, plan.kv_blocks, plan.pair.context_len, target)
+        cache = cache_of(sizes.attention, config, plan.kv_blocks, plan.pair.context_len, target)
         backend = attention_over(cache, Arithmetic(), on_host)
         lm_head = target.get_output_embeddings().weight.detach()
         return CloverDrafter(CloverLayers(self.head, lm_head, backend, plan.prepack), self.name)

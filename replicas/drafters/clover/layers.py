@@ -45,7 +45,7 @@ class _Regressive:
     def __call__(self, x: torch.Tensor, token: torch.Tensor) -> torch.Tensor:  # [tokens, width]
         by_head = (x.shape[0], self.heads, -1)
         queries = self.query(rms_norm(x, self.norm.shape, self.norm, self.eps)).view(by_head)
-        keys, values = (one.reshape(by_head) for one in self.key_value(token).chunk(2, -1))
+        keys, values = (half.reshape(by_head) for half in self.key_value(token).chunk(2, -1))
         likeness = cosine_similarity(queries, keys, dim=-1, eps=self.eps)
         return x + (likeness[..., None] * values).flatten(1)
 
@@ -102,7 +102,7 @@ class CloverLayers:
         config, cache = self.config, self.backend.cache
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
         dim = config.head_dim
-        attention = self.backend.begin(layout, heads + 2 * kv_heads)
+        attention = self.backend.begin(layout)
         positions = layout.positions[: x.shape[0]]
         cos, sin = self._cos[positions][:, None], self._sin[positions][:, None]
         for number, layer in enumerate(self._layers):

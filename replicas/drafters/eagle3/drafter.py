@@ -9,54 +9,27 @@ takes them away, the next step of the row is a plain one, which brings new ones.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from replicas.config import DRAFTING_FIELD, ReplicaConfig
+from replicas.config import ReplicaConfig
 from replicas.cuda import GraphedModel
-from replicas.drafters.checkpoints import no_storage
+from replicas.drafters.backlog import Backlog
+from replicas.drafters.checkpoints import head_of, no_storage
 from replicas.drafters.eagle3.layer import HeadLayer
 from replicas.drafters.eagle3.weights import Head, load_head, read_head
 from replicas.drafters.protocol import Drafter, DraftRequest, DraftSource, Observation, Proposal
-from replicas.errors import PairRefused
 from replicas.invariant import Arithmetic
 from replicas.kv_cache import SCRAP_BLOCK
 from replicas.memory import DraftMemory, MemoryPlan
-from replicas.models import (
-    ALL,
-    ModelShape,
-    attention_over,
-    cache_of,
-    computes_on_host,
-    dtype_of,
-    resolve,
-)
+from replicas.models import ALL, ModelShape, attention_over, cache_of, computes_on_host, dtype_of
 from replicas.sampling import guess
 from replicas.stopwatch import Stopwatch
 from replicas.transfers import upload
-
-TOGETHER = 16
-"""Positions of a row that are taken in at the latest while no row of its batch drafts."""
-
-
-@dataclass(slots=True)
-class _HeadRow:
-    valid: int
-    """KV positions."""
-    last: list[torch.Tensor] | None = None  # each [1, hidden]
-    """The hidden states at position `valid` - 1, by layer."""
-    tokens: list[int] = field(default_factory=list)
-    """What follows on each position from `valid` on that was seen and not taken in."""
-    hidden: list[list[torch.Tensor]] = field(default_factory=list)  # each [positions, hidden]
-    """The hidden states there: of each part that was seen, by layer."""
-
-    def __len__(self) -> int:
-        """Positions that were seen."""
-        return self.valid + len(self.tokens)
 
 
 class Eagle3Drafter:
@@ -66,48 +39,36 @@ class Eagle3Drafter:
         self.aux_layers = tuple(sorted(set(layer.config.aux_layers)))
         self._order = [self.aux_layers.index(number) for number in layer.config.aux_layers]
         self._layer, self.passes = layer, passes
-        self._rows: dict[str, _HeadRow] = {}
+        self._backlog = Backlog()
+        self._last: dict[str, tuple[int, list[torch.Tensor]]] = {}  # each [1, hidden]
+        """The hidden states at the last of so many positions of a row, by layer."""
 
     def begin(self, row: str, tokens: Sequence[int], salt: str, prefilled: int) -> None:
-        self._rows[row] = _HeadRow(prefilled)
+        self._backlog.begin(row, prefilled)
+        self._last.pop(row, None)
 
     def end(self, row: str) -> None:
-        self._rows.pop(row, None)
+        self._backlog.end(row)
+        self._last.pop(row, None)
 
     def valid(self, row: str) -> int | None:
-        return self._rows[row].valid
+        return self._backlog.valid(row)
 
     def rollback(self, rows: Sequence[str], lengths: Sequence[int]) -> None:
-        for id, length in zip(rows, lengths, strict=True):
-            row = self._rows[id]
-            if row.valid > length - 1:
-                row.valid, row.last = length - 1, None
-            count = length - 1 - row.valid
-            row.tokens = row.tokens[:count]
-            row.hidden = [[states[:count] for states in _joined(row.hidden)]] if row.tokens else []
+        self._backlog.rollback(rows, lengths)
+        for row, length in zip(rows, lengths, strict=True):
+            if row in self._last and self._last[row][0] > length - 1:
+                del self._last[row]
 
     def observe(self, observed: Observation) -> None:
-        first = 0
         drafted = observed.drafted or [0] * len(observed.ids)
-        for index, (content, (begin, end)) in enumerate(
-            zip(observed.contents, observed.ranges, strict=True)
-        ):
-            row = self._rows[observed.ids[index]]
-            assert len(row) == begin, "it sees every position once"
-            if drafted[index]:  # which took in the last position
-                row.valid, row.last, row.tokens, row.hidden = begin, None, [], []
-            # Of a check all next tokens are new, of a prefill none is.
-            new = observed.committed[index] if observed.committed else content[begin + 1 : end + 1]
-            row.tokens += new
-            if new:
-                span = slice(first, first + end - begin)
-                parts = [states[span] for states in observed.aux_hidden_states]
-                # A single position may be kept, and the next pass writes where a recording's are.
-                row.hidden.append([part.clone() for part in parts] if end - begin == 1 else parts)
-            first += end - begin
+        for id, (begin, _), count in zip(observed.ids, observed.ranges, drafted, strict=True):
+            if count:  # its first pass took in the last position
+                self._backlog.entered(id, begin)
+        due = self._backlog.observe(observed)
         if observed.drafted is None:  # after a prefill it is as far as the target is
             self._take_in(observed.ids, observed.table, least=1)
-        elif any(drafted) or any(len(self._rows[id].tokens) >= TOGETHER for id in observed.ids):
+        elif due or any(drafted):
             self._take_in(observed.ids, observed.table)
 
     def _take_in(
@@ -117,33 +78,34 @@ class Eagle3Drafter:
         least: int = 2,
     ) -> None:
         """All that was seen of rows that are at least so many positions behind."""
-        behind = [at for at, id in enumerate(ids) if len(self._rows[id].tokens) >= least]
-        if not behind:
+        arrears = self._backlog.take(ids, table, least)
+        if arrears is None:
             return
-        if len(behind) < len(ids):
-            ids = [ids[at] for at in behind]
-            table = table.index_select(0, upload(behind, torch.int64, table.device))
-        rows = [self._rows[id] for id in ids]
-        fed = upload([token for row in rows for token in row.tokens], torch.int64, table.device)
-        aux_hidden_states = _joined([part for row in rows for part in row.hidden])
-        hidden = self._layer.fused([aux_hidden_states[index] for index in self._order])
-        layout = self._layer.backend.ranges_layout(table, [(row.valid, len(row)) for row in rows])
+        fed = upload(arrears.tokens, torch.int64, table.device)
+        hidden = self._layer.fused([arrears.hidden[index] for index in self._order])
+        layout = self._layer.backend.ranges_layout(arrears.table, arrears.ranges)
         self._layer.enter(fed, hidden, layout)
-        last = list(accumulate(len(row.tokens) for row in rows))
-        for id, row, end in zip(ids, rows, last, strict=True):
+        self._backlog.settle(arrears)
+        last = accumulate(end - begin for begin, end in arrears.ranges)
+        for id, (_, position), end in zip(arrears.ids, arrears.ranges, last, strict=True):
             # A copy: a part of a prompt would keep all of it.
-            at_last = [states[end - 1 : end].clone() for states in aux_hidden_states]
-            self._rows[id] = _HeadRow(len(row), at_last)
+            at_last = [states[end - 1 : end].clone() for states in arrears.hidden]
+            self._last[id] = (position, at_last)
+
+    def _at_last(self, row: str, content: Sequence[int]) -> list[torch.Tensor] | None:
+        """The hidden states before the row's last token, by layer; None: they are not here."""
+        if self._backlog.seen(row) != len(content) - 1:
+            return None
+        position, states = self._last.get(row, (-1, None))
+        here = states if position == self._backlog.valid(row) else None
+        return self._backlog.kept(row) or here
 
     def propose(self, request: DraftRequest, watch: Stopwatch) -> Proposal:
-        if any(len(self._rows[id].tokens) > 1 for id in request.ids):
+        rows = list(zip(request.ids, request.contents, strict=True))
+        if any(self._backlog.seen(id) - self._backlog.valid(id) > 1 for id, _ in rows):
             with watch.section("catch_up"):
                 self._take_in(request.ids, request.table)
-        rows = [self._rows[id] for id in request.ids]
-        last = [
-            None if len(row) != len(content) - 1 else row.hidden[0] if row.hidden else row.last
-            for row, content in zip(rows, request.contents, strict=True)
-        ]
+        last = [self._at_last(id, content) for id, content in rows]
         draft_lens = zip(last, request.draft_lens, strict=True)
         lens = [0 if states is None else most for states, most in draft_lens]
         if not any(lens):
@@ -161,8 +123,9 @@ class Eagle3Drafter:
         if None in last:  # such a row is computed in the scrap block: what it has stays
             absent = upload([states is None for states in last], torch.bool, table.device)
             table = table.masked_fill(absent[:, None], SCRAP_BLOCK)
-        aux_hidden_states = _joined([states or spare for states in last])
-        x = self._layer.fused([aux_hidden_states[index] for index in self._order])
+        by_layer = zip(*(states or spare for states in last), strict=True)
+        joined = [torch.cat(states) for states in by_layer]
+        x = self._layer.fused([joined[index] for index in self._order])
         starts = [len(content) - 2 for content in request.contents]
         layout = self._layer.backend.step_layout(table, starts, k)
         token = upload([content[-1] for content in request.contents], torch.int64, table.device)
@@ -192,13 +155,8 @@ class HeadSource(DraftSource):
         """For a target of this config. Raises PairRefused, or OSError for a name not found."""
         name = config.drafting.model
         assert name is not None
-        path = resolve(name, "draft", field=DRAFTING_FIELD)
-        try:
+        with head_of(name) as path:
             of_head = read_head(path, target)
-        except PairRefused as error:
-            raise PairRefused(f"{DRAFTING_FIELD}: {path}: {error}") from None
-        except OSError as error:
-            raise OSError(f"{DRAFTING_FIELD}: {error}") from error
         return cls(name, Head(of_head, no_storage(of_head.tensors, dtype_of(config)), None))
 
     @property
@@ -208,16 +166,13 @@ class HeadSource(DraftSource):
         return DraftMemory(weights, ModelShape.of(config), len(config.aux_layers))
 
     def load(self, config: ReplicaConfig, device: torch.device) -> HeadSource:
-        path = resolve(self.name, "draft", field=DRAFTING_FIELD)
-        try:
+        with head_of(self.name) as path:
             head = load_head(path, self.head.config, dtype_of(config), device)
-        except PairRefused as error:
-            raise PairRefused(f"{DRAFTING_FIELD}: {path}: {error}") from None
         return replace(self, head=head)
 
     def drafter(self, target: PreTrainedModel, config: ReplicaConfig, plan: MemoryPlan) -> Drafter:
         sizes, device = ModelShape.of(self.head.config), target.device
-        cache = cache_of(sizes, config, plan.kv_blocks, plan.pair.context_len, target)
+        cache = cache_of(sizes.attention, config, plan.kv_blocks, plan.pair.context_len, target)
         backend = attention_over(cache, Arithmetic(), computes_on_host(config, device))
         embeddings = target.get_input_embeddings().weight.detach()
         layer = HeadLayer(self.head, embeddings, backend, plan.prepack)
@@ -225,9 +180,3 @@ class HeadSource(DraftSource):
         if config.fixed_shapes(device):
             passes = GraphedModel(layer, plan.work.rows, [1], hidden_size=self.head.config.width)
         return Eagle3Drafter(layer, passes, self.name)
-
-
-def _joined(parts: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:  # each [tokens, hidden]
-    """All parts by layer; a single one is not copied, for it may be a prompt."""
-    of_layers = zip(*parts, strict=True)
-    return [states[0] if len(states) == 1 else torch.cat(states) for states in of_layers]

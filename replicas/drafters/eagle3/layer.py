@@ -97,7 +97,7 @@ class HeadLayer:
     ) -> Output:
         """All logits of the layer's output, as its hidden states what the next position sees."""
         entered, residual = self.enter(tokens, hidden, layout)
-        attention = self.backend.begin(layout, entered.shape[1])
+        attention = self.backend.begin(layout)
         x = self._out(attention(0, entered, self._scaling)).add_(residual)
         gate, up = self._gate_up(self._norm(x, LAYER + "post_attention_layernorm")).chunk(2, -1)
         x = self._down(silu(gate).mul_(up)).add_(x)

@@ -12,14 +12,13 @@ from dataclasses import dataclass, replace
 import torch
 from transformers import PreTrainedModel
 
-from replicas.config import DRAFTING_FIELD, ReplicaConfig
+from replicas.config import ReplicaConfig
 from replicas.drafters.backlog import Backlog
-from replicas.drafters.checkpoints import no_storage
+from replicas.drafters.checkpoints import head_of, no_storage, refuse_ranks
 from replicas.drafters.one_pass.layers import OnePassLayers
 from replicas.drafters.one_pass.markov import MarkovHead
 from replicas.drafters.one_pass.weights import OnePassHead, load_one_pass, read_one_pass
 from replicas.drafters.protocol import Drafter, DraftRequest, DraftSource, Observation, Proposal
-from replicas.errors import PairRefused
 from replicas.invariant import Arithmetic
 from replicas.memory import DraftMemory, MemoryPlan
 from replicas.models import (
@@ -29,7 +28,6 @@ from replicas.models import (
     cache_of,
     computes_on_host,
     dtype_of,
-    resolve,
 )
 from replicas.sampling import guess
 from replicas.stopwatch import Stopwatch
@@ -118,18 +116,10 @@ class OnePassSource(DraftSource):
         """For a target of this config. Raises PairRefused, or OSError for a name not found."""
         name = config.drafting.model
         assert name is not None
-        path = resolve(name, "draft", field=DRAFTING_FIELD)
-        try:
+        with head_of(name) as path:
             of_head = read_one_pass(path, target)
-            if config.tensor_parallel > 1 and not of_head.own_head:
-                raise PairRefused(
-                    "tensor_parallel: the head drafts with the target's output matrix, of which a"
-                    " rank holds a part"
-                )
-        except PairRefused as error:
-            raise PairRefused(f"{DRAFTING_FIELD}: {path}: {error}") from None
-        except OSError as error:
-            raise OSError(f"{DRAFTING_FIELD}: {error}") from error
+            if not of_head.own_head:
+                refuse_ranks(config)
         tensors = no_storage(of_head.tensors, dtype_of(config))
         return cls(name, OnePassHead(of_head, tensors, None))
 
@@ -141,19 +131,18 @@ class OnePassSource(DraftSource):
     def memory(self) -> DraftMemory:
         config, tensors = self.head.config, self.head.tensors.values()
         weights = sum(tensor.nbytes for tensor in tensors)
-        return DraftMemory(weights, ModelShape.of(config), len(config.aux_layers))
+        return DraftMemory(
+            weights, ModelShape.of(config), len(config.aux_layers), copies_context=True
+        )
 
     def load(self, config: ReplicaConfig, device: torch.device) -> OnePassSource:
-        path = resolve(self.name, "draft", field=DRAFTING_FIELD)
-        try:
+        with head_of(self.name) as path:
             head = load_one_pass(path, self.head.config, dtype_of(config), device)
-        except PairRefused as error:
-            raise PairRefused(f"{DRAFTING_FIELD}: {path}: {error}") from None
         return replace(self, head=head)
 
     def drafter(self, target: PreTrainedModel, config: ReplicaConfig, plan: MemoryPlan) -> Drafter:
         sizes, on_host = ModelShape.of(self.head.config), computes_on_host(config, target.device)
-        cache = cache_of(sizes, config, plan.kv_blocks, plan.pair.context_len, target)
+        cache = cache_of(sizes.attention, config, plan.kv_blocks, plan.pair.context_len, target)
         matrices = (target.get_input_embeddings(), target.get_output_embeddings())
         embeddings, lm_head = (matrix.weight.detach() for matrix in matrices)
         layers = OnePassLayers(self.head, embeddings, lm_head, cache, plan.prepack)

@@ -239,11 +239,11 @@ def _attention(
     window = layer.sliding_window
     if any(sliding) and not window:
         raise PairRefused("sliding_window: there are sliding layers, and it is not said")
-    causal = [one and not keys.get("sliding_window_non_causal", False) for one in sliding]
+    causal = [layer and not keys.get("sliding_window_non_causal", False) for layer in sliding]
     forced = keys.get("is_causal", keys.get("causal"))
     if not speculators and forced is not None:
         causal = [bool(forced)] * len(sliding)
-    return tuple(window if one else None for one in sliding), tuple(causal)
+    return tuple(window if layer else None for layer in sliding), tuple(causal)
 
 
 def _aux_layers(keys: Mapping[str, Any], speculators: bool, layers: int) -> tuple[int, ...]:

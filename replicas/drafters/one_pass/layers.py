@@ -20,10 +20,8 @@ from replicas.drafters.one_pass.weights import OnePassHead
 from replicas.drafters.parts import joined_product, rotary_table, rotated
 from replicas.invariant import Product
 from replicas.kv_cache import PagedCache
+from replicas.memory import COPIED_MOST
 from replicas.transfers import upload
-
-_GATHERED_MOST = 1 << 26
-"""Numbers, keys and values of one layer's context, that rows copy together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +119,7 @@ class OnePassLayers:
             keys = self._normed(qkv[:, self._heads : turned], layer.key_norm)
             fresh = (rotated(queries, cos, sin), rotated(keys, cos, sin), qkv[:, turned:])
             queries, keys, values = (
-                one.view(rows, -1, *one.shape[1:]).transpose(1, 2) for one in fresh
+                new.view(rows, -1, *new.shape[1:]).transpose(1, 2) for new in fresh
             )
             attended = [
                 self._attend(number, queries[of], keys[of], values[of], table[of], reach, mask)
@@ -154,7 +152,7 @@ class OnePassLayers:
     def _parts(self, starts: Sequence[int]) -> Iterator[tuple[slice, int]]:
         """Rows whose context is copied together, and how far the longest of them reaches."""
         numbers = max(1, 2 * self._kv_heads * self.config.head_dim * max(starts))
-        together = max(1, _GATHERED_MOST // numbers)
+        together = max(1, COPIED_MOST // numbers)
         for begin in range(0, len(starts), together):
             yield slice(begin, begin + together), max(starts[begin : begin + together])
 
@@ -193,7 +191,7 @@ class OnePassLayers:
             blocks = table[:, : -(-reach // self.cache.shape.block_size)]
             context = self.cache.layers[number][blocks].flatten(1, 2)[:, :reach]
             both = context.permute(2, 0, 3, 1, 4)  # [2, rows, kv_heads, reach, head_dim]
-            keys, values = (torch.cat(one, 2) for one in zip(both, (keys, values), strict=True))
+            keys, values = (torch.cat(own, 2) for own in zip(both, (keys, values), strict=True))
         # Heads that share keys are rows of one product.
         queries = queries.reshape(rows, self._kv_heads, -1, dim)
         mask = mask.repeat(1, 1, heads // self._kv_heads, 1)

@@ -75,15 +75,19 @@ async def test_open_loop_latency_holds_the_wait_before_sending() -> None:
     records, _ = await driven(Poisson(1e4), Extent(requests=8))
     assert min(latencies(records)) > 7.9 * STEP_S
     assert max(latencies(records)) > 8 * 7.9 * STEP_S
-    assert latencies(records) == [(one.end_s or 0.0) - one.due_s for one in records]
+    assert latencies(records) == [(record.end_s or 0.0) - record.due_s for record in records]
     assert records[-1].sent_s - records[-1].due_s > STEP_S / 2
 
 
 async def test_a_closed_loop_keeps_so_many_in_flight() -> None:
     records, engine = await driven(Closed(2), Extent(requests=7), rows=4)
     for record in records:
-        others = [one for one in records if one.sent_s <= record.sent_s and one is not record]
-        live = [one for one in others if one.end_s is not None and one.end_s > record.sent_s]
+        others = [
+            entry for entry in records if entry.sent_s <= record.sent_s and entry is not record
+        ]
+        live = [
+            entry for entry in others if entry.end_s is not None and entry.end_s > record.sent_s
+        ]
         assert len(live) <= 1
         assert record.due_s == record.sent_s
     assert [record.new_tokens for record in records] == [8] * 7
@@ -94,10 +98,10 @@ async def test_a_duration_ends_the_sending_and_what_runs_is_finished() -> None:
     """A place whose request is refused asks again after a pause."""
     extent = Extent(duration_s=6 * STEP_S)
     records, _ = await driven(Closed(1), extent, every_second_is_refused)
-    assert [(one.error, one.new_tokens) for one in records] == [("", 8)]
+    assert [(record.error, record.new_tokens) for record in records] == [("", 8)]
     records, _ = await driven(Closed(2), extent, every_second_is_refused, rows=2)
     assert records[-1].sent_s < 6 * STEP_S < records[0].end_s
-    refused = [one for one in records if one.error == "InvalidRequest"]
+    refused = [record for record in records if record.error == "InvalidRequest"]
     assert 1 <= len(refused) <= 2 * (6 * STEP_S / REFUSED_PAUSE_S + 1)
 
 

@@ -87,7 +87,9 @@ async def test_an_open_loop_does_not_wait_for_answers_and_a_failure_is_one_reque
         assert [record.error for record in records].count("INVALID_ARGUMENT") == 1
         assert records[2].error == "INVALID_ARGUMENT"
         assert "max_new_tokens" in summarise(records).said["INVALID_ARGUMENT"]
-        assert records[-1].sent_s < min(one.end_s or 0.0 for one in records if not one.error)
+        assert records[-1].sent_s < min(
+            record.end_s or 0.0 for record in records if not record.error
+        )
 
 
 def test_a_request_on_the_wire_has_the_options_and_a_seed_of_its_own() -> None:
@@ -215,9 +217,9 @@ async def test_a_foreign_server_is_asked_for_what_it_knows(
     async with over_http(foreign(owner, asked)) as port:
         arguments = ["--requests", "3", "--warm-up", "0", "--openai", f"http://127.0.0.1:{port}"]
         data = await measured(tmp_path, ["the quick"], *arguments, *options, code=owner == "breaks")
-    assert [(one.keys(), one["model"]) for one in asked] == [(fields, model)] * 3
+    assert [(request.keys(), request["model"]) for request in asked] == [(fields, model)] * 3
     turn = {"role": "user", "content": "the quick"}
-    assert all(one.get("messages", [turn]) == [turn] for one in asked)
+    assert all(request.get("messages", [turn]) == [turn] for request in asked)
     of = (0, 12) if owner != "breaks" else (3, 0)
     assert (data["figures"]["failed"], data["figures"]["new_tokens"]) == of
 

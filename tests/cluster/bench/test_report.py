@@ -79,7 +79,7 @@ def test_the_page_needs_nothing_from_outside() -> None:
 
 
 def test_a_run_in_which_all_failed_still_has_a_page() -> None:
-    _, texts = tags_and_texts(to_html(report(*(one for one in served() if one.error))))
+    _, texts = tags_and_texts(to_html(report(*(run for run in served() if run.error))))
     assert "1 (UNAVAILABLE 1)" in texts
     assert not re.search("nan|inf[^o]", "".join(texts))
 

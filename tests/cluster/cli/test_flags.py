@@ -116,7 +116,7 @@ def test_the_word_none_is_the_method_and_null_the_default(
     for text in ("none", "null"):
         lockstep("serve", "x/y", f"--speculative-config={text}")
     methods = ["none", "suffix", "none", "suffix"]
-    assert [one.replica.drafting.method for one in served] == methods
+    assert [config.replica.drafting.method for config in served] == methods
 
 
 def test_flags_of_other_servers_are_settings(served: list[ClusterConfig]) -> None:
@@ -164,13 +164,13 @@ def test_paths_that_are_here_are_found_from_elsewhere_too(
     for args in (["models/a", "--chat-template", "template"], ["tiny"]):
         lockstep("serve", *args, *flags)
     lockstep("serve", "x/y", *tiny)
-    replicas = [one.replica for one in served]
-    assert [(one.target, one.drafting.model) for one in replicas] == [
+    replicas = [config.replica for config in served]
+    assert [(replica.target, replica.drafting.model) for replica in replicas] == [
         (str(tmp_path / "models" / "a"), str(tmp_path / "b")),
         ("tiny", str(tmp_path / "b")),
         ("x/y", "tiny"),
     ]
-    assert [one.model_name for one in served] == ["models/a", "tiny", "x/y"]
+    assert [config.model_name for config in served] == ["models/a", "tiny", "x/y"]
     assert replicas[0].drafting.num_speculative_tokens == 3
     assert replicas[0].chat_template == str(tmp_path / "template")
 

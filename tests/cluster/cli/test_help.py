@@ -16,7 +16,7 @@ from cluster.cli.main import main
 GOLDEN = Path(__file__).parent / "golden"
 COMMANDS = (
     *("serve", "generate", "chat", "status", "demo"),
-    *("verify", "plan", "bench", "simulate"),
+    *("verify", "plan", "bench", "simulate", "train-drafter"),
     *("keys", "keys add", "keys list", "keys remove"),
 )
 

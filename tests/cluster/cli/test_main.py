@@ -115,7 +115,7 @@ def test_prompt_files(tmp_path: Path) -> None:
         {"prompt": "d", "turns": [{"role": "user"}]},
         {"prompt": "e"},
     ]
-    lines = [json.dumps(one, ensure_ascii=False) for one in given]
+    lines = [json.dumps(option, ensure_ascii=False) for option in given]
     path.write_text("\r\n\r\n".join(lines), encoding="utf-8", newline="")
     assert read_prompts(path) == texts
     assert read_prompts(path, 2) == texts[:2]

@@ -12,7 +12,11 @@ from cluster.worker.loading import up
 
 def logged(pid: int, *lines: str, ip: str = "192.0.2.1") -> dict[str, Any]:
     """As Ray brings it."""
-    return {"ip": ip, "pid": pid, "lines": [f"INFO 2030-01-01 12:00:00,000 {one}" for one in lines]}
+    return {
+        "ip": ip,
+        "pid": pid,
+        "lines": [f"INFO 2030-01-01 12:00:00,000 {line}" for line in lines],
+    }
 
 
 def test_each_change_of_a_replicas_stage_is_a_line(
@@ -26,7 +30,7 @@ def test_each_change_of_a_replicas_stage_is_a_line(
     terminal.take(logged(9, "lockstep.start is up", ip="192.0.2.2"))
     with caplog.at_level("INFO", "lockstep.start"):
         up("eagle3, 1 % right.")
-    terminal.take(logged(7, *(f"{one.name} {one.message}" for one in caplog.records)))
+    terminal.take(logged(7, *(f"{record.name} {record.message}" for record in caplog.records)))
     start, logs, *stages = capsys.readouterr().err.splitlines()
     assert (start, "session_latest/logs" in logs) == ("Ray and Serve start ...", True)
     assert stages == [

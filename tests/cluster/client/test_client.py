@@ -204,8 +204,8 @@ def test_a_unary_call_is_repeated_with_one_seed_of_its_own(first: Running) -> No
         asked = first.server.script.asked
         assert list(answer.token_ids) == perfect(PROMPT_IDS, 9)
         assert len(asked) == 3
-        assert len({one.seed for one in asked}) == 1
-        assert all(one.HasField("seed") == (temperature > 0) for one in asked)
+        assert len({request.seed for request in asked}) == 1
+        assert all(request.HasField("seed") == (temperature > 0) for request in asked)
         assert asked[0].timeout_s == 50 > asked[1].timeout_s > asked[2].timeout_s
         seeds.append(asked[0].seed)
     assert seeds[1] != seeds[2]

@@ -232,7 +232,7 @@ WEATHER = {
     },
 }
 TIME = {"name": "time"}
-TOOLS = [{"type": "function", "function": one} for one in (WEATHER, TIME)]
+TOOLS = [{"type": "function", "function": tool} for tool in (WEATHER, TIME)]
 GRPC_TOOLS = [
     pb.Tool(name="weather", parameters=json.dumps(WEATHER["parameters"])),
     pb.Tool(name="time"),

@@ -18,6 +18,7 @@ from cluster.frontend.pool_session import InFlightRequest, PoolSession
 from cluster.frontend.service import FrontendService
 from cluster.frontend.target_text import TargetText
 from cluster.metrics import FrontendMeter, Sink
+from cluster.metrics.tracing import Tracer
 from cluster.worker.hosted import HostedReplica
 from cluster.worker.worker import Worker
 from protos import lockstep_pb2 as pb
@@ -98,6 +99,7 @@ async def frontend(
     clock: Callable[[], float] = time.monotonic,
     sink: Sink = lambda _name, _value, _tags: None,
     shares: bool = True,
+    tracer: Tracer | None = None,
 ) -> AsyncIterator[GrpcApi]:
     """`load` and `text`: of a real replica, in place of the fake ones; `clock`: the pool's; `sink`
     takes what the frontend counts; `shares`: child processes with frontends of other tests."""
@@ -106,7 +108,9 @@ async def frontend(
     runners = [Worker(config, load, [pool], f"r{n}") for n in range(replicas)]
     text = text or load_fake_text(ReplicaConfig())
     bounded = shared_work(text, config.frontend) if shares else None
-    made = GrpcApi(FrontendService(config, [pool], text, "frontend", FrontendMeter(sink), bounded))
+    meter = FrontendMeter(sink)
+    service = FrontendService(config, [pool], text, "frontend", meter, bounded, tracer)
+    made = GrpcApi(service)
     async with asyncio.timeout(bound_s):
         for runner in runners:
             await runner.start()

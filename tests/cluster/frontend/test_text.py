@@ -207,7 +207,7 @@ def test_any_tokens_of_a_byte_fallback_tokenizer_have_a_text(
     decoded = [FALLBACK.decode(prompt + tokens[:count]) for count in range(len(tokens) + 1)]
     text = "".join(pieces(tokens, prompt))
     # A byte may change earlier text, the prompt's too: then there is no whole.
-    settled = [one for one in decoded[1:] if not one.endswith("\ufffd")]
+    settled = [text for text in decoded[1:] if not text.endswith("\ufffd")]
     if all(map(decoded[-1].startswith, decoded[:1] + settled)):
         assert decoded[0] + text == decoded[-1]
     # Nothing is lost and nothing repeated.
@@ -297,16 +297,16 @@ def test_text_ends_before_the_first_stop_string_wherever_chunks_end(
     begin, size, rest = st.integers(0, len(whole)), st.integers(1, 4), st.sampled_from(["", "~"])
     part = st.builds(lambda at, size, rest: whole[at : at + size] + rest, begin, size, rest)
     drawn = data.draw(st.lists(part, max_size=3))
-    stops = [stop for one in drawn for stop in (one[1:], one) if stop]
+    stops = [stop for token in drawn for stop in (token[1:], token) if stop]
     least, include = data.draw(st.integers(0, len(tokens))), data.draw(st.booleans())
     early = len(dict(seen).get(least, ""))
-    every = [one for one in (*seen, (len(tokens), whole)) if one[0] > least]
+    every = [place for place in (*seen, (len(tokens), whole)) if place[0] > least]
 
     def hits(text: str) -> list[tuple[int, str]]:
         found = [(text.find(stop, max(0, early + 1 - len(stop))), stop) for stop in stops]
         return [hit for hit in found if hit[0] >= 0]
 
-    used, text = next((one for one in every if hits(one[1])), (len(tokens), whole))
+    used, text = next((place for place in every if hits(place[1])), (len(tokens), whole))
     at, found = min(hits(text), default=(len(text), None)) if every else (len(text), None)
     at += len(found or "") * include
     rules = TextRules(stops, min_tokens=least, include_stop=include)

@@ -70,7 +70,12 @@ def hosted() -> Iterator[HostedCluster]:
 
 def lose(hosted: HostedCluster, node_id: str) -> None:
     """Under load; returns when what ran on the node is dead."""
-    there = [one.pid for kind in KINDS for one in hosted.processes(kind) if one.node_id == node_id]
+    there = [
+        process.pid
+        for kind in KINDS
+        for process in hosted.processes(kind)
+        if process.node_id == node_id
+    ]
     assert there
     hosted.wait_for_tokens(400)
     hosted.lose_node(node_id)
@@ -110,8 +115,12 @@ def test_a_node_with_a_replica_and_then_the_node_with_the_pool_are_lost(
     outcomes = serve(hosted.address, asks, disturb, again=True)
     all_right(outcomes)
     healed_s, begun_s, lost_s = times_s
-    first = [one for one in outcomes if one.ended_s < begun_s]
-    second = [one for one in outcomes if healed_s < one.began_s < begun_s and one.ended_s > lost_s]
+    first = [outcome for outcome in outcomes if outcome.ended_s < begun_s]
+    second = [
+        outcome
+        for outcome in outcomes
+        if healed_s < outcome.began_s < begun_s and outcome.ended_s > lost_s
+    ]
     for through in (first, second):
         print(f"a node lost: longest silence {longest_silence_s(through):.2f} s")
         assert max(recovered(through)) > 0
@@ -191,5 +200,5 @@ def test_ranks_on_two_nodes_give_the_tokens_of_the_whole_target_though_one_is_ki
         assert time.monotonic() < deadline_s, "a rank of the broken replica lives on"
         time.sleep(0.1)
     assert served(hosted) == right
-    ways = [(directory / f"pid-{one.pid}").read_text() for one in (first, ranks(hosted)[0])]
+    ways = [(directory / f"pid-{process.pid}").read_text() for process in (first, ranks(hosted)[0])]
     assert ways == ["suffix", "eagle3"]

@@ -286,7 +286,7 @@ def test_of_two_shards_a_killed_pool_begins_only_its_own_requests_again(
     def disturb() -> None:
         hosted.wait_for(lambda status: all(shard.running for shard in status.shards))
         hosted.wait_for_tokens(200)
-        kill(next(one.pid for one in hosted.processes("pool") if one not in others))
+        kill(next(process.pid for process in hosted.processes("pool") if process not in others))
 
     outcomes = serve(hosted.address, fake_asks(STREAMS, tokens=TOKENS), disturb)
     all_right(outcomes)

@@ -40,8 +40,8 @@ def test_there_are_few_kinds_and_none_is_made_within_a_request(
         used.add(kind)
         return run(*args)
 
-    for kind, one in target.passes.items():
-        monkeypatch.setattr(one, "run", partial(noted, kind, one.run))
+    for kind, recorded in target.passes.items():
+        monkeypatch.setattr(recorded, "run", partial(noted, kind, recorded.run))
     monkeypatch.setattr(graphs, "FixedPass", None)
     check_answers(replica, greedy_answers("llama"), 5, 3)
     assert len(used) > 3

@@ -47,9 +47,9 @@ class DeviceOnly(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> object:
         out = func(*args, **kwargs or {})
-        for one in tree_leaves((args, kwargs, out)):
-            if isinstance(one, torch.Tensor) and one.device.type != META.type:
-                raise OfTheHost(f"{func}: {tuple(one.shape)} on {one.device}")
+        for leaf in tree_leaves((args, kwargs, out)):
+            if isinstance(leaf, torch.Tensor) and leaf.device.type != META.type:
+                raise OfTheHost(f"{func}: {tuple(leaf.shape)} on {leaf.device}")
         return out
 
 
@@ -64,7 +64,7 @@ class NoNumbers(TorchFunctionMode):
     ) -> object:
         index = args[1] if func in self._INDEXED else ()
         listed = isinstance(index, list) or (
-            isinstance(index, tuple) and any(isinstance(one, list) for one in index)
+            isinstance(index, tuple) and any(isinstance(place, list) for place in index)
         )
         if listed or func in self._MADE_OF_NUMBERS:
             raise OfTheHost(f"{func.__name__} of numbers")
@@ -96,9 +96,9 @@ class OnMeta:
         return self
 
     def __call__(self, *given: object, **sizes: object) -> None:
-        for one in given:
-            assert one.device == META if isinstance(one, torch.Tensor) else one is not None
-        assert not any(isinstance(one, torch.Tensor) for one in sizes.values())
+        for value in given:
+            assert value.device == META if isinstance(value, torch.Tensor) else value is not None
+        assert not any(isinstance(size, torch.Tensor) for size in sizes.values())
 
 
 def model_on_meta(
@@ -118,8 +118,8 @@ def model_on_meta(
     decoder = JoinedDecoder(model, cache, False) if join else None
     if tiled and decoder is None:
         compute_in_tiles(model)
-    for one in decoder.products if decoder and tiled else ():
-        one.tile = TILE
+    for product in decoder.products if decoder and tiled else ():
+        product.tile = TILE
     return PagedModel(model, cache, backend, arithmetic, decoder)
 
 
@@ -127,11 +127,11 @@ def model_on_meta(
     ("architecture", "dtype", "more"),
     [
         # What goes into the cache is made finite in float16.
-        *((one, torch.float16, {"join": True}) for one in ARCHITECTURES),
-        *((one, torch.bfloat16, {"join": False}) for one in ARCHITECTURES),
+        *((architecture, torch.float16, {"join": True}) for architecture in ARCHITECTURES),
+        *((architecture, torch.bfloat16, {"join": False}) for architecture in ARCHITECTURES),
         *(
-            (one, torch.bfloat16, {"tiled": True, "join": join})
-            for one in ARCHITECTURES
+            (architecture, torch.bfloat16, {"tiled": True, "join": join})
+            for architecture in ARCHITECTURES
             for join in (True, False)
         ),
     ],

@@ -23,8 +23,8 @@ def test_the_likeliest_are_the_first_of_a_full_sort(vocab: int, tied: bool) -> N
         assert (said,) == token_logprobs(logits[place : place + 1], [token], 5)
         assert said.rank == 1 + int((logits[place] > logits[place, token]).sum())
         row = logits[place].tolist()
-        best = sorted(range(vocab), key=lambda one, row=row: (-row[one], one))[:5]
-        assert [one for one, _ in said.top] == best
+        best = sorted(range(vocab), key=lambda token, row=row: (-row[token], token))[:5]
+        assert [token for token, _ in said.top] == best
         assert [logprob for _, logprob in said.top] == pytest.approx(
             plain[place, best].tolist(), abs=1e-5
         )

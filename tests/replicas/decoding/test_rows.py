@@ -105,7 +105,7 @@ def test_masks_leave_what_they_allow_in_their_places_and_nothing_changes_behind_
     generator = torch.Generator().manual_seed(1)
     logits = torch.randn((3, VOCAB), generator=generator)
     allowed = torch.rand((2, VOCAB), generator=generator) < 0.5
-    masks = [np.packbits(one.numpy(), bitorder="little") for one in allowed]
+    masks = [np.packbits(mask.numpy(), bitorder="little") for mask in allowed]
     got = logits.clone()
     RowState(Decoding(1), [5], ENDS, None).adjust(got, [1, 2], masks)
     assert torch.equal(got[2], logits[2])
@@ -118,8 +118,8 @@ def test_rows_are_told_of_the_logits_before_any_change_of_what_they_commit() -> 
     changed = Decoding(1, logprobs=0, logit_bias=((4, 50.0),))
     silent = Decoding(1, logit_bias=((4, 50.0),))
     states = [
-        None if one is None else RowState(one, [1, 2], ENDS, None)
-        for one in (told, None, changed, silent)
+        None if state is None else RowState(state, [1, 2], ENDS, None)
+        for state in (told, None, changed, silent)
     ]
     rows = DecodingRows(states)
     assert not rows.drafts

@@ -105,8 +105,8 @@ def test_a_sampled_row_drafts_what_the_target_would_choose_with_its_noise(
     sampling = [Sampling(1.5, seed=3), Sampling(), Sampling(0.8, seed=4)]
     drafts, logits = rows.propose(3, sampling)
     assert drafts[0] != rows.propose(3)[0][0]
-    for row, one in enumerate(sampling):
-        batch = SamplingBatch.of([one], CPU)
+    for row, params in enumerate(sampling):
+        batch = SamplingBatch.of([params], CPU)
         noise = batch.noise_after(torch.arange(4)[None] + rows.lengths[row] - 1)
         for j in range(3):
             column = None if noise is None else noise.columns(j, j + 1)
@@ -125,8 +125,8 @@ class Headed(Client):
         """What the drafter proposes now for every row is what the equations say."""
         blocks, drafter = self.replica.blocks, self.replica.drafter
         ids, contents = list(self.contents), list(self.contents.values())
-        for one, content in self.contents.items():
-            blocks.grow(one, len(content) + k)
+        for row_id, content in self.contents.items():
+            blocks.grow(row_id, len(content) + k)
         device = torch.device(DEVICE)
         batch = SamplingBatch.of([Sampling()] * len(ids), device)
         request = DraftRequest(ids, contents, [k] * len(ids), batch, blocks.table(ids, device))
@@ -206,8 +206,8 @@ def test_it_sees_other_targets_before_their_last_norm(tmp_path: Path, architectu
         normed = target_model(architecture).model.norm(seen[1].aux_hidden_states[1])
         logits = target_model(architecture).lm_head(normed)
     torch.testing.assert_close(logits, seen[1].logits, rtol=1e-4, atol=1e-4)
-    for one, other in zip(seen[0].aux_hidden_states, seen[1].aux_hidden_states, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+    for hidden, other in zip(seen[0].aux_hidden_states, seen[1].aux_hidden_states, strict=True):
+        torch.testing.assert_close(hidden, other, rtol=1e-4, atol=1e-4)
 
 
 # ------------------------------------------------------------------------------ checkpoints
@@ -265,7 +265,7 @@ def test_memory_is_planned_for_the_head_that_will_be_loaded(path: str) -> None:
     shape = dataclasses.replace(tiny_pair("llama"), draft=source).shape
     plan = plan_memory(config, shape, CPU, loaded=True)
     assert shape.draft.model is not None
-    layers = shape.target.layers * shape.target.kv_numbers + 2 * shape.draft.model.kv_numbers
+    layers = shape.target.kv_numbers + shape.draft.model.kv_numbers
     assert plan.block_bytes == 4 * 4 * layers
     split = config.model_copy(update={"tensor_parallel": 2})
     with pytest.raises(PairRefused, match=r"^speculative_config.model: .*tensor_parallel: "):

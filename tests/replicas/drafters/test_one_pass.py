@@ -117,7 +117,7 @@ def test_logits_are_those_of_the_equations(
 ) -> None:
     """Within 1e-9 in float64, of rows of several lengths: after prefill in chunks, steps with and
     without drafts, and a batch that failed; a block is written nowhere."""
-    monkeypatch.setattr(layers_module, "_GATHERED_MOST", 2000)  # rows go in several parts
+    monkeypatch.setattr(layers_module, "COPIED_MOST", 2000)  # rows go in several parts
     path = save_one_pass(tmp_path, TARGET, whole, **tensors)
     head, rows = plain(path, whole, meaning), told_rows(path, (1, 2, 9, 23), monkeypatch)
 
@@ -166,8 +166,8 @@ def test_a_sampled_row_drafts_what_the_target_would_choose_with_its_noise(
     greedy = rows.propose(3)[0]
     assert drafts[1] == greedy[1]
     assert drafts[0] != greedy[0]
-    for row, one in enumerate(sampling):
-        batch = SamplingBatch.of([one], CPU)
+    for row, params in enumerate(sampling):
+        batch = SamplingBatch.of([params], CPU)
         noise = batch.noise_after(torch.arange(4)[None] + rows.lengths[row] - 1)
         for j in range(3):
             of_target = torch.full((1, 1, TARGET_VOCAB), -torch.inf)
@@ -189,8 +189,8 @@ class Headed(Client):
         """What the drafter proposes now for every row is what the equations say."""
         blocks, drafter = self.replica.blocks, self.replica.drafter
         ids, contents = list(self.contents), list(self.contents.values())
-        for one, content in self.contents.items():
-            blocks.grow(one, len(content) + k)
+        for row_id, content in self.contents.items():
+            blocks.grow(row_id, len(content) + k)
         device = torch.device(DEVICE)
         batch = SamplingBatch.of([Sampling()] * len(ids), device)
         request = DraftRequest(ids, contents, [k] * len(ids), batch, blocks.table(ids, device))
@@ -352,9 +352,13 @@ def test_memory_is_planned_for_the_head_that_will_be_loaded(tmp_path: Path) -> N
     source = OnePassSource.read(config, TARGET)
     head = load_one_pass(path, source.head.config, torch.float32, CPU)
     assert source.memory.weights == 4 * sum(map(prod, source.head.config.tensors.values()))
-    assert source.memory.weights == sum(one.nbytes for one in head.tensors.values())
+    assert source.memory.weights == sum(tensor.nbytes for tensor in head.tensors.values())
     shape = dataclasses.replace(tiny_pair("llama"), draft=source).shape
     plan = plan_memory(config, shape, CPU, loaded=True)
     assert shape.draft.model is not None
-    layers = shape.target.layers * shape.target.kv_numbers + 2 * shape.draft.model.kv_numbers
+    layers = shape.target.kv_numbers + shape.draft.model.kv_numbers
     assert plan.block_bytes == 4 * 4 * layers
+    less = dataclasses.replace(shape.draft, copies_context=False)
+    plain = plan_memory(config, dataclasses.replace(shape, draft=less), CPU, loaded=True)
+    row = plan.pair.context_len * shape.draft.model.kv_numbers
+    assert plan.buffers.step - plain.buffers.step == 3 * 4 * min(plan.work.rows * row, 1 << 24)

@@ -70,9 +70,9 @@ def by_definition(text: list[int], most: int, tail: list[int] | None) -> Draft:
         length = [*same, False].index(False)
         if length >= 2:
             found.append((length, end))
-        if len(found) == PLACES or [one for one, _ in found].count(len(tail)) == DEEP:
+        if len(found) == PLACES or [start for start, _ in found].count(len(tail)) == DEEP:
             break
-    found.sort(key=lambda one: (-one[0], -one[1]))
+    found.sort(key=lambda pair: (-pair[0], -pair[1]))
     best: Draft = (0.0, [])
     for least in dict.fromkeys(length for length, _ in found):
         places = [end for length, end in found if length >= least]

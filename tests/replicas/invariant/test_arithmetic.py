@@ -17,6 +17,7 @@ from torch.nn.functional import linear
 
 from replicas.invariant import proof
 from replicas.invariant.ops import TILE, Arithmetic, can_prepack
+from replicas.models.layer_reading import computing_by
 from replicas.models.paged_model import ForwardOptions
 from tests.replicas.built import Rows, built, uneven_model, with_massive_activations
 from tests.tiny_pairs import ARCHITECTURES, target_model
@@ -79,7 +80,8 @@ def test_what_is_tapped_has_the_same_bits_as_well() -> None:
         aux_hidden_states = model.forward(rows.tokens[0, :90], whole, options).aux_hidden_states
         layout = model.backend.step_layout(rows.table, [80], 5).window(0, 5)
         again = model.forward(rows.tokens[0, 80:85], layout, options).aux_hidden_states
-        states = model.model(rows.tokens[:1, :90], output_hidden_states=True, use_cache=False)
+        with computing_by(model.model, "eager", "eager"):
+            states = model.model(rows.tokens[:1, :90], output_hidden_states=True, use_cache=False)
     assert own.config.num_hidden_layers == 3
     for states_, other, expected in zip(
         aux_hidden_states, again, states.hidden_states, strict=False
@@ -91,7 +93,7 @@ def test_what_is_tapped_has_the_same_bits_as_well() -> None:
 @pytest.mark.parametrize("dim", [32, 128])
 def test_attention_is_proven_for_heads_of_usual_sizes(dim: int) -> None:
     """Also where 1 / sqrt(dim) is no power of two, and so where it is multiplied by shows."""
-    assert proof.prove([], [dim], [], prepack=True).proven
+    assert proof.prove([], [(dim, None, False)], [], prepack=True).proven
 
 
 @pytest.mark.long
@@ -101,7 +103,7 @@ def test_an_older_processor_has_a_proof_as_well() -> None:
     """Without AVX-512 Intel's library chooses kernels by the number of queries and by threads."""
     code = (
         "import torch; from replicas.invariant.proof import prove; torch.set_num_threads(2);"
-        "assert prove([(96, 48), (576, 320)], [80], [], prepack=True).proven"
+        "assert prove([(96, 48), (576, 320)], [(80, None, False)], [], prepack=True).proven"
     )
     older = dict.fromkeys(("MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA"), "AVX2")
     subprocess.run(
@@ -133,7 +135,7 @@ def test_a_library_whose_bits_follow_the_number_of_tokens_is_found_out(
         return linear(x, *of_layer) + noise
 
     monkeypatch.setattr("replicas.invariant.ops.linear", shaken)
-    arithmetic = proof.prove([(576, fan_out)], [16], [], prepack=False)
+    arithmetic = proof.prove([(576, fan_out)], [(16, None, False)], [], prepack=False)
     assert arithmetic.proven
     assert not (bad - {TILE}) & set(arithmetic.tokens)
     assert arithmetic.padded(5) == next(size for size in arithmetic.tokens if size >= 5) > 5

@@ -64,7 +64,7 @@ def seen_by(layout: PassLayout) -> dict[int, list[int]]:
     for group in layout.groups:
         for places, hidden in zip(group.tokens, group.hidden, strict=True):
             for place, mask in zip(places, hidden, strict=True):
-                beyond = [group.seen + at for at, one in enumerate(mask) if one == 0]
+                beyond = [group.seen + at for at, line in enumerate(mask) if line == 0]
                 seen[int(place)] = [*range(group.seen), *beyond]
     return seen
 
@@ -106,7 +106,7 @@ def test_ranges_are_windows_of_rows_with_widths_of_their_own(parts: list[tuple[i
     positions = [position for begin, end in ranges for position in range(begin, end)]
     assert host.positions.tolist() == device.positions.tolist() == positions
     assert flat_slots(host) == device.slots.tolist()
-    assert seen_by(host) == {at: list(range(one + 1)) for at, one in enumerate(positions)}
+    assert seen_by(host) == {at: list(range(position + 1)) for at, position in enumerate(positions)}
 
 
 @pytest.mark.parametrize("by_head", [True, False])
@@ -140,9 +140,9 @@ def test_a_gather_by_head_has_each_rows_blocks_in_the_order_that_attention_reads
     ranges = [(0, 9), (0, 4), (2, 15)]
     layout = ranges_layout(table, ranges, SHAPE, AS_IT_IS)
     cache.write(1, layout.slots, torch.randn(26, 2, 2, 3).to(dtype))
-    runs = cache.runs(table.numpy())
+    runs = cache.runs(table.numpy(), SHAPE.kv_heads)
     assert len(runs) == 3 * 2 * 2 * table.shape[1]
-    out = cache.room(len(runs))
+    out = cache.room(len(runs), 12)
     cache.gather(1, runs, out)
     expected = cache.layers[1][table].permute(0, 4, 3, 1, 2, 5)
     assert torch.equal(out.view(expected.shape), expected)
@@ -153,10 +153,10 @@ def test_a_gather_by_head_has_each_rows_blocks_in_the_order_that_attention_reads
 
 def test_the_standing_buffer_grows_as_needed_and_serves_smaller_passes() -> None:
     cache = PagedCache(SHAPE, 1, 8, torch.float32, CPU, by_head=True)
-    small, large = cache.room(3), cache.room(10)
+    small, large = cache.room(3, 12), cache.room(10, 12)
     assert (small.shape, large.shape) == ((3, 12), (10, 12))
-    assert cache.room(10).data_ptr() == cache.room(4).data_ptr() == large.data_ptr()
-    assert cache.room(4).shape == (4, 12)
+    assert cache.room(10, 12).data_ptr() == cache.room(4, 12).data_ptr() == large.data_ptr()
+    assert cache.room(4, 12).shape == (4, 12)
 
 
 @pytest.mark.parametrize("by_head", [True, False])
@@ -207,10 +207,10 @@ def test_a_window_of_a_step_is_a_part_of_its_grid(
 ) -> None:
     begin = data.draw(st.integers(0, width - 1))
     end = data.draw(st.integers(begin + 1, width))
-    layout = DeviceStepLayout(table_of([one + width for one in starts]), starts, width, SHAPE)
-    assert layout.positions.tolist() == [list(range(one, one + width)) for one in starts]
+    layout = DeviceStepLayout(table_of([start + width for start in starts]), starts, width, SHAPE)
+    assert layout.positions.tolist() == [list(range(start, start + width)) for start in starts]
     window = layout.window(begin, end)
-    assert window.grid.tolist() == [list(range(one + begin, one + end)) for one in starts]
+    assert window.grid.tolist() == [list(range(start + begin, start + end)) for start in starts]
     assert (window.width, window.tokens) == (end - begin, len(starts) * (end - begin))
     first, counts = window.runs
     assert first.tolist() == [row * (end - begin) for row in range(len(starts))]
@@ -224,12 +224,12 @@ def test_passes_hold_all_tokens_in_order_and_all_but_the_last_are_full(
 ) -> None:
     ranges = [(begin, begin + width) for begin, width in parts]
     found = list(divided_into_passes(ranges, most))
-    tokens = [[(row, at) for row, (begin, end) in one for at in range(begin, end)] for one in found]
+    tokens = [[(row, at) for row, (begin, end) in key for at in range(begin, end)] for key in found]
     wanted = [(row, at) for row, (begin, end) in enumerate(ranges) for at in range(begin, end)]
-    assert [one for some in tokens for one in some] == wanted
-    assert all(len(one) == most for one in tokens[:-1])
-    assert all(0 < len(one) <= most for one in tokens)
-    assert all(len({row for row, _ in one}) == len(one) for one in found), "a row once in each"
+    assert [place for part in tokens for place in part] == wanted
+    assert all(len(part) == most for part in tokens[:-1])
+    assert all(0 < len(part) <= most for part in tokens)
+    assert all(len({row for row, _ in key}) == len(key) for key in found), "a row once in each"
 
 
 def test_the_block_used_last_is_given_up_last_and_a_chain_from_its_end() -> None:

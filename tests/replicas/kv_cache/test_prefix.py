@@ -38,7 +38,7 @@ def test_other_models_dtypes_block_sizes_and_salts_have_other_keys() -> None:
     for index, other in enumerate(("other", "", "bfloat16", 2 * BLOCK)):
         identities.append((*IDENTITY[:index], other, *IDENTITY[index + 1 :]))
     tokens = list(range(12))
-    found = [keys_of(tokens, *one) for one in product(identities, ("", "mine", " "))]
+    found = [keys_of(tokens, *identity) for identity in product(identities, ("", "mine", " "))]
     assert len({key for keys in found for key in keys}) == len(found) * 3
 
 
@@ -47,7 +47,9 @@ def test_a_key_is_of_all_tokens_before_it_and_they_do_not_run_into_each_other() 
     contents = [[1, 23, 4, 5], [12, 3, 4, 5], [1, 2, 345, 0], [256, 0, 0, 0], [0, 1, 0, 0]]
     longer = [[*first, *second] for first in contents for second in contents]
     assert len({key for content in longer for key in keys_of(content)}) == 5 + 5 * 5
-    assert [keys_of(content)[0] for content in longer[::5]] == [keys_of(one)[0] for one in contents]
+    assert [keys_of(content)[0] for content in longer[::5]] == [
+        keys_of(content)[0] for content in contents
+    ]
 
 
 def test_a_chain_that_grows_gives_the_keys_of_one_that_came_whole() -> None:

@@ -38,9 +38,14 @@ from tests.tiny_pairs import DEVICE, SHAPE, target_model, tiny_pair, tiny_replic
 
 CPU = torch.device("cpu")
 GPU = torch.device("cuda")
+SIZES = {"num_attention_heads": 4, "head_dim": 8, "hidden_size": 32, "intermediate_size": 512}
 SHAPES = [
-    ModelShape(layers=3, heads=4, kv_heads=2, head_dim=8, hidden=32, intermediate=512, vocab=3000),
-    ModelShape(layers=1, heads=4, kv_heads=4, head_dim=8, hidden=32, intermediate=512, vocab=3000),
+    ModelShape.of(
+        LlamaConfig(num_hidden_layers=3, num_key_value_heads=2, vocab_size=3000, **SIZES)
+    ),
+    ModelShape.of(
+        LlamaConfig(num_hidden_layers=1, num_key_value_heads=4, vocab_size=3000, **SIZES)
+    ),
 ]
 PAIR = PairShape(SHAPES[0], 5_000_000, 64, DraftMemory(2_000_000, SHAPES[1]))
 
@@ -56,8 +61,8 @@ def free(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_block_costs_what_the_caches_allocate_for_it(dtype: torch.dtype) -> None:
     caches = [
-        PagedCache(CacheShape(4, 64, s.heads, s.kv_heads, s.head_dim), s.layers, 9, dtype, CPU)
-        for s in SHAPES
+        PagedCache(CacheShape.of(4, 64, shape.attention), shape.attention, 9, dtype, CPU)
+        for shape in SHAPES
     ]
     # One block more than asked for: the scrap block.
     assert sum(store.nbytes for cache in caches for store in cache.layers) == 10 * PAIR.block_bytes(
@@ -256,9 +261,9 @@ def test_what_the_largest_passes_take_lies_within_the_bounds(
 
 def test_what_they_take_grows_with_them() -> None:
     sizes = ((1, 0, 8, 64), (4, 1, 32, 128), (8, 4, 60, 256), (8, 8, 60, 400))
-    taken = [passes(*one)[0] for one in sizes]
+    taken = [passes(*size)[0] for size in sizes]
     for what in ("step", "prefill"):
-        grown = [getattr(one, what) for one in taken]
+        grown = [getattr(size, what) for size in taken]
         assert grown == sorted(set(grown))
 
 

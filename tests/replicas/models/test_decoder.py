@@ -59,9 +59,9 @@ def test_a_gpus_kernels_compute_what_the_operations_do(architecture: str) -> Non
         paged.cache.clear()
         got = trial_logits(paged)
     assert error(got, expected) <= ERROR_FLOOR[torch.float32]
-    for one, other in zip(keys, paged.cache.layers, strict=True):
+    for stored, other in zip(keys, paged.cache.layers, strict=True):
         assert other.abs().max() > 0
-        assert torch.allclose(one[1:], other[1:], atol=1e-5)
+        assert torch.allclose(stored[1:], other[1:], atol=1e-5)
 
 
 def test_they_write_only_numbers_into_a_cache_in_float16() -> None:
@@ -83,14 +83,16 @@ def test_joined_weights_take_the_place_of_their_parts(architecture: str) -> None
     """None is in memory twice; a second replica of the pair joins them anew and computes the
     same."""
     model = uneven_model(architecture)
-    size = sum(one.numel() for one in model.parameters())
+    size = sum(parameter.numel() for parameter in model.parameters())
     first, _ = built(model, prepack=False)
-    storages = {one.untyped_storage().data_ptr(): one for one in model.parameters()}
-    assert sum(one.untyped_storage().nbytes() for one in storages.values()) == 4 * size
+    storages = {
+        parameter.untyped_storage().data_ptr(): parameter for parameter in model.parameters()
+    }
+    assert sum(storage.untyped_storage().nbytes() for storage in storages.values()) == 4 * size
     before = Rows(first, LENGTHS).logits
     second, _ = built(model, prepack=False)
-    for one in (first, second):
-        assert all(map(torch.equal, Rows(one, LENGTHS).logits, before))
+    for joined in (first, second):
+        assert all(map(torch.equal, Rows(joined, LENGTHS).logits, before))
 
 
 class OtherLlama(LlamaForCausalLM):

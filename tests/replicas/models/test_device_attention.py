@@ -18,7 +18,7 @@ from hypothesis import given, settings, strategies as st
 
 from replicas.errors import PairRefused
 from replicas.kernels import paged_attention as kernels
-from replicas.kv_cache import SCRAP_BLOCK, CacheShape, PagedCache
+from replicas.kv_cache import SCRAP_BLOCK, CacheShape, LayerShape, PagedCache
 from replicas.kv_cache.device_layout import DevicePassLayout, DeviceStepLayout, device_ranges
 from replicas.models import device_attention as attention
 from replicas.models.device_attention import paged_backend
@@ -42,13 +42,21 @@ class World:
     """One layer's cache with random contents, and rows whose blocks are drawn at random."""
 
     def __init__(
-        self, seed: int, block_size: int, heads: tuple[int, int], lengths: list[int]
+        self,
+        seed: int,
+        block_size: int,
+        heads: tuple[int, int],
+        lengths: list[int],
+        form: dict[str, Any] | None = None,
     ) -> None:
         generator = torch.Generator().manual_seed(seed)
         self.heads, self.kv_heads = heads
-        self.shape = CacheShape(block_size, 96, self.heads, self.kv_heads, DIM)
+        usual = {"head_dim": DIM, "value_dim": DIM}
+        self.needs = LayerShape(*heads, **{**usual, **(form or {})})
+        self.sinks = torch.randn(self.heads, generator=generator).to(DEVICE)
+        self.shape = CacheShape.of(block_size, 96, [self.needs])
         blocks, device = 260, torch.device(DEVICE)
-        self.cache = PagedCache(self.shape, 1, blocks, torch.float32, device)
+        self.cache = PagedCache(self.shape, [self.needs], blocks, torch.float32, device)
         (layer,) = self.cache.layers
         layer.copy_(torch.randn(layer.shape, generator=generator))
         layer[SCRAP_BLOCK] = 1e4  # whatever attends there is found out
@@ -62,21 +70,47 @@ class World:
 
     def plain(self, window: DevicePassLayout, queries: torch.Tensor) -> torch.Tensor:
         """One query after the other, over the positions of its own row."""
-        grid = spread(window, queries)
-        out = torch.zeros_like(grid)
+        grid, needs = spread(window, queries), self.needs
+        out = grid.new_zeros((*grid.shape[:3], needs.value_dim))
         (layer,) = self.cache.layers
         for row in range(window.rows):
-            kv = layer[self.table[row]].flatten(0, 1)  # [positions, 2, kv_heads, dim]
+            kv = layer[self.table[row]].flatten(0, 1)  # [positions, 2, kv_heads, width]
             for column in range(window.width):
-                seen = kv[: max(int(window.starts[row]) + column, 0) + 1]
+                last = max(int(window.starts[row]) + column, 0)
+                first = 0
+                if needs.window is not None:
+                    first = max(last - needs.window + 1, 0)
+                if needs.chunk is not None:
+                    first = last // needs.chunk * needs.chunk
+                seen = kv[first : last + 1]
                 keys, values = seen.repeat_interleave(self.heads // self.kv_heads, 2).unbind(1)
+                keys, values = keys[..., : needs.head_dim], values[..., : needs.value_dim]
                 scores = torch.einsum("hd,khd->hk", grid[row, column], keys) * DIM**-0.5
-                out[row, column] = torch.einsum("hk,khd->hd", scores.softmax(-1), values)
+                if needs.soft_cap is not None:
+                    scores = needs.soft_cap * torch.tanh(scores / needs.soft_cap)
+                weights = scores.exp()
+                total = weights.sum(-1, keepdim=True)
+                if needs.sinks:
+                    total += self.sinks[:, None].exp()
+                out[row, column] = torch.einsum("hk,khd->hd", weights / total, values)
         return gathered(window, out).flatten(1)
 
 
+FORMS: list[dict[str, Any]] = [
+    {},
+    {"window": 7},
+    {"window": 40},
+    {"chunk": 9},
+    {"soft_cap": 0.7},
+    {"sinks": True},
+    {"value_dim": 5},
+    {"value_dim": 17},
+    {"window": 7, "soft_cap": 0.7, "sinks": True, "value_dim": 5},
+]
+
+
 @pytest.mark.parametrize("backend", [Kernels, GatherBackend])
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     seed=st.integers(0, 999),
     block_size=st.sampled_from([1, 3, 4, 16]),
@@ -84,6 +118,7 @@ class World:
     starts=st.lists(st.integers(-1, 30), min_size=1, max_size=4),
     width=st.sampled_from([1, 2, 5, 9]),
     kind=st.sampled_from(["window", "later window", "ranges", "prompts"]),
+    form=st.sampled_from(FORMS),
 )
 def test_rows_of_any_lengths_get_what_a_plain_attention_gives(
     backend: type[Kernels],
@@ -93,8 +128,9 @@ def test_rows_of_any_lengths_get_what_a_plain_attention_gives(
     starts: list[int],
     width: int,
     kind: str,
+    form: dict[str, Any],
 ) -> None:
-    world_ = World(seed, block_size, heads, [start + 2 * width for start in starts])
+    world_ = World(seed, block_size, heads, [start + 2 * width for start in starts], form)
     if "window" not in kind:
         starts = [max(start, 0) for start in starts]
     if kind == "window":
@@ -110,8 +146,8 @@ def test_rows_of_any_lengths_get_what_a_plain_attention_gives(
         window = device_ranges(world_.table, [(0, start + 1) for start in starts], world_.shape)
     generator = torch.Generator().manual_seed(seed)
     queries = torch.randn((window.tokens, heads[0], DIM), generator=generator).to(DEVICE)
-    attend = backend(world_.cache).begin(window, heads[0])
-    got = attend(0, queries, DIM**-0.5)
+    attend = backend(world_.cache).begin(window)
+    got = attend(0, queries, DIM**-0.5, world_.sinks if world_.needs.sinks else None)
     assert torch.allclose(got, world_.plain(window, queries), atol=1e-4)
 
 
@@ -130,14 +166,16 @@ def test_an_attention_that_computes_something_else_is_refused(
 ) -> None:
     begin = Kernels.begin
 
-    def wrong(self: Kernels, window: DevicePassLayout, stride: int) -> Any:
+    def wrong(self: Kernels, window: DevicePassLayout) -> Any:
         if mistake == "a position more":
             window.starts = window.starts + 1
         if mistake == "another row":
             window.starts = window.starts.flip(0)
-        attend = begin(self, window, stride)
+        attend = begin(self, window)
         factor = 1.01 if mistake == "a scale" else 1.0
-        return lambda layer, queries, scaling: attend(layer, queries, scaling * factor)
+        return lambda layer, queries, scaling, *sinks: attend(
+            layer, queries, scaling * factor, *sinks
+        )
 
     world = World(0, 4, (2, 1), [9])
     assert paged_backend(world.cache).name == "paged"
@@ -149,7 +187,7 @@ def test_an_attention_that_computes_something_else_is_refused(
 def test_a_device_that_runs_no_kernel_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(0, 4, (2, 1), [9])
 
-    def broken(self: Kernels, window: DevicePassLayout, stride: int) -> Any:
+    def broken(self: Kernels, window: DevicePassLayout) -> Any:
         raise RuntimeError("0 active drivers")
 
     monkeypatch.setattr(attention.PagedBackend, "begin", broken)

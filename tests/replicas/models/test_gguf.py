@@ -194,7 +194,7 @@ def test_processes_that_start_at_once_read_it_once_and_later_ones_not_at_all(
     with caplog.at_level("INFO", logger="lockstep.replica"):
         copied = load_pair(settings(str(file))).target.state_dict()
     assert not any(": reading weights" in line for line in caplog.messages)
-    assert all(torch.equal(copied[name], one) for name, one in model.state_dict().items())
+    assert all(torch.equal(copied[name], weight) for name, weight in model.state_dict().items())
 
 
 @pytest.mark.parametrize("package", names.READERS)

@@ -149,7 +149,7 @@ def test_deterministic_holds_on_two_ranks_which_end_with_their_caller(
     double = load_parallel(two, start)
     assert run(double, 1, 0) == run(double, 5, 4) == run(double, 3, 1)
     double.close()
-    assert [one.ended() for one in started] == ["exit code 0"]
+    assert [rank.ended() for rank in started] == ["exit code 0"]
 
 
 def test_an_error_of_all_ranks_breaks_nothing_and_one_of_rank_0_does(

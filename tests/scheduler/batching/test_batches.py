@@ -85,7 +85,7 @@ def test_each_row_drafts_within_its_own_limits() -> None:
 
 
 def interrupts(actions: list[Action]) -> list[int]:
-    return [one.batch_id for one in of_kind(actions, Interrupt)]
+    return [interrupt.batch_id for interrupt in of_kind(actions, Interrupt)]
 
 
 def stepping(steps: int) -> Hand:
@@ -181,7 +181,7 @@ def test_every_batch_is_within_its_bounds_and_its_rows_have_just_the_blocks_that
             actions = hand.cancel(hand.sequences()[length % len(hand.sequences())].id)
         elif flights:
             actions = hand.done(flights[0]) if kind == "work" else hand.fail(flights[0])
-        by_id = {one.id: one for one in hand.sequences()}
+        by_id = {sequence.id: sequence for sequence in hand.sequences()}
         for batch_id in interrupts(actions):
             assert hand.batches[batch_id].steps > 1
             assert batch_id not in asked, "asked twice"
@@ -229,6 +229,6 @@ def test_after_a_batch_that_was_too_large_larger_ones_are_tried_again_little_by_
     # A cap of n rows has grown to n + 1 after so many batches as large as it.
     assert firsts[0] >= math.log(5 / 4) / math.log(CAP_GROWTH)
     for size, (first, then) in zip((5, 6, 7), pairwise(firsts), strict=True):
-        full = sum(one >= size for one in sizes[first:then])
+        full = sum(part >= size for part in sizes[first:then])
         wanted = math.log((size + 1) / size) / math.log(CAP_GROWTH)
         assert full == pytest.approx(wanted, abs=2)

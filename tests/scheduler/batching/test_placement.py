@@ -13,7 +13,9 @@ from tests.scheduler.hand import Hand, batches_of, rows_of
 
 
 def where(hand: Hand) -> dict[str, str]:
-    return {one.id: one.replica_id for one in hand.sequences() if one.replica_id}
+    return {
+        sequence.id: sequence.replica_id for sequence in hand.sequences() if sequence.replica_id
+    }
 
 
 def test_load_goes_before_length_when_the_imbalance_is_large() -> None:
@@ -92,10 +94,12 @@ def test_a_sequence_goes_where_the_rules_say(
     sequence = Sequence(Request("new", LONG[:length], 4), 99)
     blocks = -(-(length + 4) // 4)
     records = list(pool.replicas.values())
-    with_room = [one for one in records if one.load < 9 and one.blocks_free >= blocks]
-    lightest = min((one.load for one in with_room), default=0)
+    with_room = [record for record in records if record.load < 9 and record.blocks_free >= blocks]
+    lightest = min((record.load for record in with_room), default=0)
     free = [
-        one for one in with_room if not one.pipeline.batches and one.load <= lightest + rows_max
+        record
+        for record in with_room
+        if not record.pipeline.batches and record.load <= lightest + rows_max
     ]
     shared = (length - 2) // 4 * 4  # the last token has no KV, the one before is written anew
 
@@ -177,7 +181,7 @@ def test_a_held_line_on_one_replica_does_not_stop_the_others() -> None:
     for name in ("one", "two", "one", "two"):
         if hand.replica(name).reserved_for is None:
             finish_one(hand, name)
-    (reserved,) = (one for one in ("one", "two") if hand.replica(one).reserved_for == "big")
+    (reserved,) = (name for name in ("one", "two") if hand.replica(name).reserved_for == "big")
     (other,) = {"one", "two"} - {reserved}
     for _ in range(10):
         finish_one(hand, other)

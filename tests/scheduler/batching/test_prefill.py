@@ -169,16 +169,23 @@ def test_of_each_batch_the_oldest_has_half_and_the_rest_goes_to_the_least_to_fil
     assert half == min(-(-tokens // 2), partial[0].prefill_len - partial[0].prefilled)
     left = tokens - half
     chunks = chunks_of_begun(replica, rows, tokens, left)
-    has = {one.id: until - begin for one, begin, until in chunks}
-    assert all(begin == one.prefilled < until <= one.prefill_len for one, begin, until in chunks)
+    has = {chunk.id: until - begin for chunk, begin, until in chunks}
+    assert all(
+        begin == chunk.prefilled < until <= chunk.prefill_len for chunk, begin, until in chunks
+    )
     assert has["0"] >= half
     assert len(chunks) <= rows + 1
     assert sum(has.values()) <= tokens
-    rising = sorted(partial, key=lambda one: one.prefill_len - one.prefilled)
-    missing = {one.id: one.prefill_len - one.prefilled - has.get(one.id, 0) for one in partial}
+    rising = sorted(partial, key=lambda sequence: sequence.prefill_len - sequence.prefilled)
+    missing = {
+        sequence.id: sequence.prefill_len - sequence.prefilled - has.get(sequence.id, 0)
+        for sequence in partial
+    }
     full = sum(has.values()) == tokens or len(chunks) == rows + 1
     assert full or not any(missing.values()), "what is left is given"
-    for before, after in itertools.pairwise(one.id for one in rising if one.id != "0"):
+    for before, after in itertools.pairwise(
+        sequence.id for sequence in rising if sequence.id != "0"
+    ):
         assert not has.get(after) or not missing[before], "the least first"
 
 

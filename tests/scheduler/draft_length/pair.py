@@ -57,7 +57,7 @@ class Pair:
             for _ in range(plan.steps):
                 resident.step(plan.draft_len, self.rng, vocab_size=100)
             residents.append(resident)
-        results = tuple(one.result(plan.steps) for one in residents)
+        results = tuple(resident.result(plan.steps) for resident in residents)
         batch = batch_of(rows, plan.draft_len, plan.steps)
         one = self.times(batch)
         draft_s, verify_s = plan.steps * one.draft_s, plan.steps * one.verify_s

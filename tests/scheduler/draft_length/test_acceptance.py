@@ -41,8 +41,8 @@ def test_a_sequence_comes_to_its_own_acceptance_whatever_the_others_do() -> None
         known.observe([(easy, step(rng, 0.9, 4))])
         known.observe([(hard, step(rng, 0.2, 4))])
         if at > 50:
-            for one in (easy, hard):
-                means[id(one)].append(known.of([one])[0])
+            for row in (easy, hard):
+                means[id(row)].append(known.of([row])[0])
     assert sum(means[id(easy)]) / len(means[id(easy)]) == pytest.approx(0.9, abs=0.1)
     assert sum(means[id(hard)]) / len(means[id(hard)]) == pytest.approx(0.2, abs=0.2)
 
@@ -120,9 +120,9 @@ def test_goodput_is_expected_tokens_over_seconds(
     rows: list[tuple[float, int]], seconds: list[float]
 ) -> None:
     """Of k draft tokens a row with acceptance a commits 1 + a + ... + a^k, within its limit."""
-    acceptances, limits = [list(one) for one in zip(*rows, strict=True)]
+    acceptances, limits = [list(column) for column in zip(*rows, strict=True)]
     likely = likelihoods(acceptances, limits, 6)
-    assert [len(one) for one in likely] == [len(rows)] * 6
+    assert [len(share) for share in likely] == [len(rows)] * 6
     found = goodputs(likely, len(rows), seconds)
     for k, (goodput, spent_s) in enumerate(zip(found, seconds, strict=True)):
         tokens = sum(a**j for a, limit in rows for j in range(min(k, limit) + 1))

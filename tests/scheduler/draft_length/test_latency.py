@@ -68,8 +68,8 @@ def test_whatever_is_seen_times_are_finite_and_rise_with_tokens(
     for now, (tokens, kv, seconds) in enumerate(seen):
         found.observe(tokens, kv, seconds, now)
     times = [found(tokens, 100) for tokens in range(0, 1300, 13)]
-    assert all(0.0 < one < math.inf for one in times[1:])
-    assert all(one <= two * (1 + 1e-9) for one, two in pairwise(times))
+    assert all(0.0 < seconds < math.inf for seconds in times[1:])
+    assert all(before <= after * (1 + 1e-9) for before, after in pairwise(times))
 
 
 def test_memory_is_bounded() -> None:
@@ -145,7 +145,7 @@ def test_the_first_time_of_a_kind_is_forgotten_at_the_second_and_then_all_count_
     assert seen((8, 0, 1.0)).usual_s(8, 0) == pytest.approx(1.0)
     assert seen((8, 0, 1.0), (8, 0, 0.4)).usual_s(8, 0) == pytest.approx(0.4)
     times = (1.0, 0.4, 0.5, 0.6)
-    assert seen(*((8, 0, one) for one in times)).usual_s(8, 0) == pytest.approx(0.5)
+    assert seen(*((8, 0, seconds) for seconds in times)).usual_s(8, 0) == pytest.approx(0.5)
     assert seen((8, 0, 1.0)).usual_s(9, 0) is None
     assert seen((8, 0, 1.0)).usual_s(8, 1) is None, "another bucket of KV positions"
 

@@ -25,10 +25,10 @@ def play(hand: Hand, breaks: Callable[[Batch], bool], rounds: int = 400) -> list
     """Answers batches; those that break fail. Their sizes."""
     sizes = []
     for _ in range(rounds):
-        batches = [one for name in hand.replicas() for one in hand.in_flight(name)]
+        batches = [batch for name in hand.replicas() for batch in hand.in_flight(name)]
         if not batches:
             break
-        batch = min(batches, key=lambda one: one.id)
+        batch = min(batches, key=lambda batch: batch.id)
         if breaks(batch):
             sizes.append(len(batch.rows))
             hand.fail(batch)
@@ -46,7 +46,7 @@ def test_a_batch_that_is_too_large_is_halved_until_it_fits_and_not_tried_again_a
     sizes = play(hand, lambda batch: len(batch.rows) > 3, rounds=200)
     assert sizes[0] == 4
     assert len(sizes) <= 5, sizes
-    assert not any(one.reason is FinishReason.FAILED for one in hand.finishes.values())
+    assert not any(finish.reason is FinishReason.FAILED for finish in hand.finishes.values())
     assert all(hand.tokens.get(f"q{index}") for index in range(8)), "some rows made no progress"
 
 
@@ -75,8 +75,8 @@ def test_rows_of_a_failed_batch_run_in_batches_of_half_as_many_wherever_they_go(
     assert not hand.waiting()
     after = Hand(rows_max=count)
     move(hand, after, dict.fromkeys((f"q{index}" for index in range(count)), 100))
-    moved = [one for one in after.sequences() if one.quarantined]
-    assert all(one.record.rows_limit == half for one in moved)
+    moved = [sequence for sequence in after.sequences() if sequence.quarantined]
+    assert all(sequence.record.rows_limit == half for sequence in moved)
 
 
 def test_rows_in_quarantine_and_those_between_them_take_single_steps() -> None:
@@ -91,7 +91,7 @@ def test_rows_in_quarantine_and_those_between_them_take_single_steps() -> None:
     assert hand.in_flight()[0].steps == 4
     hand.fail(hand.in_flight()[0])
     singles = 0
-    while any(one.quarantined for one in hand.sequences()) and singles < 9:
+    while any(sequence.quarantined for sequence in hand.sequences()) and singles < 9:
         singles += 1
         assert [batch.steps for batch in hand.in_flight()] == [1]
         hand.work()
@@ -108,13 +108,17 @@ def test_of_a_replica_that_dies_all_rows_run_in_batches_of_the_root_of_their_num
         hand.work(1, "r0")
     hand.lose("r0")
     assert {record.rows_limit for record in hand.records.values()} == {3}
-    assert {(one.record.failures, one.record.deaths) for one in hand.sequences()} == {(1, 1)}
+    assert {
+        (sequence.record.failures, sequence.record.deaths) for sequence in hand.sequences()
+    } == {(1, 1)}
     hand.join("r1")
     (batch,) = hand.in_flight("r1")
     assert len(rows_of(batch)) == 3
     hand.lose("r1")
     again = [hand.records[name] for name in rows_of(batch)]
-    assert [(one.rows_limit, one.deaths, one.kills) for one in again] == [(1, 2, 0)] * 3
+    assert [(sequence.rows_limit, sequence.deaths, sequence.kills) for sequence in again] == [
+        (1, 2, 0)
+    ] * 3
     hand.join("r2")
     (batch,) = hand.in_flight("r2")
     assert len(rows_of(batch)) == 1
@@ -209,8 +213,8 @@ def test_rows_of_both_batches_go_into_quarantine_but_not_if_their_replica_left_b
     first, second = hand.in_flight()
     hand.lose(by_batch=by_batch)
     hand.join("s")
-    quarantined = {one.id for one in hand.sequences() if one.quarantined}
-    failed = {one.id for one in hand.sequences() if one.record.failures}
+    quarantined = {sequence.id for sequence in hand.sequences() if sequence.quarantined}
+    failed = {sequence.id for sequence in hand.sequences() if sequence.record.failures}
     due = {*rows_of(first), *rows_of(second)} if by_batch else set()
     assert quarantined == failed == due
     assert bool(hand.records) == by_batch
@@ -228,14 +232,14 @@ def test_a_row_that_kills_again_and_again_fails_even_if_it_commits_between() -> 
     hand = Hand(failures_max=2, draft_len=0, steps_per_batch_max=1)
     name = "r0"
     hand.join(name)
-    for one in ("a", "b", "c"):
-        hand.submit(one, max_new_tokens=400)
+    for row_id in ("a", "b", "c"):
+        hand.submit(row_id, max_new_tokens=400)
     deaths = rounds = 0
     while "a" not in hand.finishes:
         rounds += 1
         batch = hand.in_flight(name)[0]
         # It kills at every fifth token of its content.
-        row = next((one for one in batch.rows if one.sequence_id == "a"), None)
+        row = next((row for row in batch.rows if row.sequence_id == "a"), None)
         if row is not None and row.length % 5 == 0 and rounds % 3:
             deaths += 1
             hand.lose(name)
@@ -254,7 +258,7 @@ def test_a_broken_replica_costs_no_request_while_another_is_sound() -> None:
     hand.join("s")
     play(hand, lambda batch: batch.replica_id == "r" and batch.kind is BatchKind.SPECULATE)
     assert len(hand.finishes) == 8
-    assert not any(one.reason is FinishReason.FAILED for one in hand.finishes.values())
+    assert not any(finish.reason is FinishReason.FAILED for finish in hand.finishes.values())
 
 
 def move(hand: Hand, to: Hand, new: dict[str, int]) -> None:
@@ -292,7 +296,7 @@ def test_a_deadly_row_is_known_after_three_deaths(steps: int, companions: int, m
         deaths = 0
         while batches := hand.in_flight(f"r{deaths}"):
             batch = batches[0]
-            row = next((one for one in batch.rows if one.sequence_id == "poison"), None)
+            row = next((row for row in batch.rows if row.sequence_id == "poison"), None)
             if row is not None and row.length + batch.steps > place:
                 hand.lose(f"r{deaths}")
                 deaths += 1
@@ -302,9 +306,9 @@ def test_a_deadly_row_is_known_after_three_deaths(steps: int, companions: int, m
                     move(before, hand, new)
                 hand.join(f"r{deaths}")
                 continue
-            hand.done(batch, **{one.sequence_id: (1,) * batch.steps for one in batch.rows})
+            hand.done(batch, **{row.sequence_id: (1,) * batch.steps for row in batch.rows})
         assert deaths == 3
-        failed = [one for one, end in hand.finishes.items() if end.reason is FinishReason.FAILED]
+        failed = [name for name, end in hand.finishes.items() if end.reason is FinishReason.FAILED]
         assert failed == ["poison"]
         assert "3 in all" in hand.finishes["poison"].message
         assert len(hand.finishes) == companions + 1

@@ -64,7 +64,9 @@ def test_the_other_rows_of_its_batch_commit_and_step_on_together() -> None:
     actions = hand.tell(result(hand, ()))
     assert {emit.request_id for emit in of_kind(actions, Emit)} == {f"q{n}" for n in range(1, 8)}
     assert of_kind(actions, RecordFailure) == []
-    assert not any(one.quarantined or one.record.failures for one in hand.sequences())
+    assert not any(
+        sequence.quarantined or sequence.record.failures for sequence in hand.sequences()
+    )
     (batch,) = hand.in_flight()
     assert sorted(rows_of(batch)) == [f"q{index}" for index in range(1, 8)]
     while hand.in_flight():

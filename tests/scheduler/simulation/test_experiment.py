@@ -53,10 +53,12 @@ def test_draws_are_distributed_as_asked_and_a_seed_repeats_them() -> None:
     made = draws(3)
     assert draws(3) == made != draws(2)
     assert made[-1].at_s == pytest.approx(2000 / 5, rel=0.1)
-    assert {one.prompt_tokens for one in made} == set(range(3, 10))
-    assert median(one.new_tokens for one in made) == pytest.approx(50, rel=0.1)
-    assert [one.at_s for one in made] == sorted(one.at_s for one in made)
-    assert {one.at_s for one in drawn(None, 3, uniform(1, 1), uniform(1, 1), 0.7, Random(0))} == {0}
+    assert {request.prompt_tokens for request in made} == set(range(3, 10))
+    assert median(request.new_tokens for request in made) == pytest.approx(50, rel=0.1)
+    assert [request.at_s for request in made] == sorted(request.at_s for request in made)
+    assert {
+        request.at_s for request in drawn(None, 3, uniform(1, 1), uniform(1, 1), 0.7, Random(0))
+    } == {0}
 
 
 @pytest.mark.parametrize(

@@ -105,10 +105,12 @@ def kept(root: object) -> int:
     """How many objects can be reached from this one, code aside."""
     seen, todo = {id(root)}, [root]
     while todo:
-        for one in gc.get_referents(todo.pop()):
-            if id(one) not in seen and not isinstance(one, type | ModuleType | FunctionType):
-                seen.add(id(one))
-                todo.append(one)
+        for referent in gc.get_referents(todo.pop()):
+            if id(referent) not in seen and not isinstance(
+                referent, type | ModuleType | FunctionType
+            ):
+                seen.add(id(referent))
+                todo.append(referent)
     return len(seen)
 
 

@@ -33,8 +33,8 @@ def sequence(
 
 def queue_of(*sequences: Sequence) -> WaitingQueue:
     queue = WaitingQueue(AGE_S)
-    for one in sequences:
-        queue.add(one)
+    for queued in sequences:
+        queue.add(queued)
     queue.check_integrity()
     return queue
 
@@ -53,7 +53,7 @@ def serve(queue: WaitingQueue, count: int) -> list[Sequence]:
 
 def test_without_classes_tenants_and_deadlines_it_is_first_come_first_served() -> None:
     queue = queue_of(*(sequence(number, 0.1 * number) for number in range(20)))
-    assert [one.number for one in serve(queue, 20)] == list(range(20))
+    assert [queued.number for queued in serve(queue, 20)] == list(range(20))
 
 
 def test_a_higher_class_goes_first_until_the_lower_one_has_waited_long_enough() -> None:
@@ -69,7 +69,7 @@ def test_no_class_starves_under_a_flood_of_a_higher_one() -> None:
     for second in range(1, 200):
         queue.add(sequence(second, float(second), Priority.HIGH))
         queue.add(sequence(1000 + second, float(second), Priority.HIGH))
-        if any(one.number == 0 for one in serve(queue, 1)):
+        if any(queued.number == 0 for queued in serve(queue, 1)):
             break
     # 2 arrive and 1 is served per second: the oldest of the others is half as old as the flood.
     assert second <= 4 * AGE_S + 2
@@ -84,7 +84,7 @@ def test_one_whose_tenant_was_served_most_passes_a_higher_class_all_the_same() -
         young = sequence(1000 + second, float(second), low, "other")
         queue.add(young)
         queue.add(sequence(second + 1, float(second), Priority.HIGH))
-        if any(one.number == 1 for one in serve(queue, 1)):
+        if any(queued.number == 1 for queued in serve(queue, 1)):
             break
         queue.remove(young)
     assert second <= 2 * AGE_S + 1
@@ -98,8 +98,8 @@ def test_tenants_share_by_tokens_however_many_requests_each_sends() -> None:
     sequences += [sequence(2000 + number, tenant="few", tokens=100) for number in range(200)]
     rng.shuffle(sequences)
     tokens = dict.fromkeys(("flood", "long", "few"), 0)
-    for one in serve(queue_of(*sequences), 150):
-        tokens[one.request.tenant] += one.length_max
+    for queued in serve(queue_of(*sequences), 150):
+        tokens[queued.request.tenant] += queued.length_max
     assert max(tokens.values()) - min(tokens.values()) <= 400
 
 
@@ -108,7 +108,7 @@ def test_a_tenant_gets_no_credit_for_a_pause() -> None:
     serve(queue, 30)
     for number in range(100, 120):
         queue.add(sequence(number, tenant="back"))
-    assert sum(one.request.tenant == "back" for one in serve(queue, 10)) in (5, 6)
+    assert sum(queued.request.tenant == "back" for queued in serve(queue, 10)) in (5, 6)
 
 
 def test_an_urgent_request_passes_those_that_can_wait_but_not_for_ever() -> None:
@@ -138,27 +138,33 @@ def by_the_rules(sequences: list[Sequence], served: dict[tuple[int, str], int]) 
     served, order, left = dict(served), [], list(sequences)
     for priority in Priority:
         # Charged in this order though others pass them: the order is that of the class alone.
-        own = [one for one in sequences if one.request.priority == priority]
+        own = [queued for queued in sequences if queued.request.priority == priority]
         while own:
             heads = [
                 min(
-                    (one for one in own if one.request.tenant == tenant),
-                    key=lambda one: (due_s(one), one.number),
+                    (queued for queued in own if queued.request.tenant == tenant),
+                    key=lambda queued: (due_s(queued), queued.number),
                 )
-                for tenant in {one.request.tenant for one in own}
+                for tenant in {queued.request.tenant for queued in own}
             ]
             best = min(
                 heads,
-                key=lambda one: (served[priority, one.request.tenant], due_s(one), one.number),
+                key=lambda queued: (
+                    served[priority, queued.request.tenant],
+                    due_s(queued),
+                    queued.number,
+                ),
             )
             served[priority, best.request.tenant] += best.length_max
             own.remove(best)
-            lower = [one for one in left if one.request.priority > priority]
-            passing = [one for one in sorted(lower, key=aged) if aged(one)[0] < aged(best)[0]]
-            for one in [*passing, best]:
-                if one in left:
-                    left.remove(one)
-                    order.append(one.number)
+            lower = [queued for queued in left if queued.request.priority > priority]
+            passing = [
+                queued for queued in sorted(lower, key=aged) if aged(queued)[0] < aged(best)[0]
+            ]
+            for queued in [*passing, best]:
+                if queued in left:
+                    left.remove(queued)
+                    order.append(queued.number)
     return order
 
 
@@ -180,11 +186,11 @@ def test_the_order_is_that_of_the_rules(
     served = {(priority, tenant): 0 for priority in Priority for tenant in "ab"}
     for _ in range(places):
         assert [int(name) for name in queue] == by_the_rules(left, served)
-        for one in serve(queue, 1):
-            left.remove(one)
-            served[one.request.priority, one.request.tenant] += one.length_max
-    assert queue.tokens == sum(one.length_max for one in left)
-    assert queue.tokens_left == sum(one.tokens_left for one in left)
+        for queued in serve(queue, 1):
+            left.remove(queued)
+            served[queued.request.priority, queued.request.tenant] += queued.length_max
+    assert queue.tokens == sum(queued.length_max for queued in left)
+    assert queue.tokens_left == sum(queued.tokens_left for queued in left)
 
 
 def test_those_in_quarantine_come_before_all_others_and_are_told_apart() -> None:
@@ -195,8 +201,8 @@ def test_those_in_quarantine_come_before_all_others_and_are_told_apart() -> None
         one.record = FailureRecord(rows_limit=1)
         queue.add(one)
     assert list(queue) == ["4", "5", "2", "1"]
-    assert [one.number for one in queue.quarantined()] == [4, 5]
-    assert [one.number for one in serve(queue, 3)] == [4, 5, 2]
+    assert [queued.number for queued in queue.quarantined()] == [4, 5]
+    assert [queued.number for queued in serve(queue, 3)] == [4, 5, 2]
     assert list(queue.quarantined()) == []
 
 

@@ -159,7 +159,7 @@ def test_what_is_larger_than_the_bucket_passes_when_it_is_full_and_leaves_a_debt
 def test_each_of_several_frontends_enforces_its_share(path: Path) -> None:
     control, caller = keyed(path, number=4, tokens_per_minute=400, requests_max=6)
     held = [admitted(control, caller, 50), admitted(control, caller, 50)]
-    assert all(isinstance(one, Admitted) for one in held)
+    assert all(isinstance(holder, Admitted) for holder in held)
     with pytest.raises(Overloaded, match="in flight") as refused:
         control.admit(caller)
     assert refused.value.retry_after_s > 0

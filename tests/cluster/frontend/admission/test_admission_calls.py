@@ -165,7 +165,11 @@ async def test_no_log_holds_what_a_client_said_or_was_told(
         line = logging.Formatter().format(record)
         for secret in (MARK, key, key[4:], *told):
             assert secret not in line, record.name
-    lines = [record.getMessage() for record in caplog.records if record.msg.startswith("request ")]
+    lines = [
+        record.getMessage()
+        for record in caplog.records
+        if record.getMessage().startswith("request ")
+    ]
     status = "INTERNAL" if breaking else "OK"
     of_mine = [line for line in lines if line.startswith(f"request id={MINE!r} status={status} ")]
     size = len(tokenizer().encode(prompt).ids)

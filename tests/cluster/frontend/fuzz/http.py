@@ -69,8 +69,8 @@ def bodies(
     """As many of each kind."""
     found = []
     for kind in kinds:
-        for one in draw.drawn(values(kind), -(-count // len(kinds)), seed):
-            body = one if isinstance(one, bytes) else json.dumps(one).encode()
+        for fields in draw.drawn(values(kind), -(-count // len(kinds)), seed):
+            body = fields if isinstance(fields, bytes) else json.dumps(fields).encode()
             found.append(draw.Asked(draw.KINDS[kind], body or b" "))
     return found[:count]
 

@@ -238,12 +238,14 @@ async def test_log_probabilities_are_those_of_transformers_on_both_edges() -> No
         asked = pb.GenerateRequest(prompt=PROMPT, max_new_tokens=12, logprobs=3, prompt_logprobs=3)
         answer = await made.Generate(asked, Context())
         both = [*answer.end.prompt_logprobs, *answer.logprobs]
-        assert [one.logprob for one in both] == told["token_logprobs"][1:]
+        assert [answer.logprob for answer in both] == told["token_logprobs"][1:]
         chunks = [chunk async for chunk in made.GenerateStream(asked, Context())]
-        assert [one for chunk in chunks for one in chunk.logprobs] == list(answer.logprobs)
+        assert [logprob for chunk in chunks for logprob in chunk.logprobs] == list(answer.logprobs)
         whole_stream = Continuation(asked)
         seen = [whole_stream.take(chunk) for chunk in chunks]
-        assert [one for each in seen if each for one in each.logprobs] == list(answer.logprobs)
+        assert [logprob for each in seen if each for logprob in each.logprobs] == list(
+            answer.logprobs
+        )
         streamed = await post(app, "completions", **fields, stream=True, echo=True)
         [parts] = together(numbered(streamed))["choices"].values()
         assert parts["text"] == said["text"]
@@ -270,9 +272,9 @@ async def test_log_probabilities_are_those_of_transformers_on_both_edges() -> No
         parts = [event["choices"][0] for event in events(await post(app, "completions", **fields))]
         assert parts[0].pop("prompt_logprobs") == one_more["prompt_logprobs"]
         assert not any("prompt_logprobs" in part for part in parts)
-        values = [next(iter(one.values())) for one in one_more["prompt_logprobs"][1:]]
-        assert [one["logprob"] for one in values] == told["token_logprobs"][1:count]
-        assert [one["decoded_token"] for one in values] == told["tokens"][1:count]
+        values = [next(iter(entry.values())) for entry in one_more["prompt_logprobs"][1:]]
+        assert [value["logprob"] for value in values] == told["token_logprobs"][1:count]
+        assert [value["decoded_token"] for value in values] == told["tokens"][1:count]
 
 
 async def test_the_usage_counts_what_of_a_prompt_was_there_already() -> None:
@@ -350,8 +352,8 @@ async def test_whole_answers_to_several_prompts_each_repeat_their_own() -> None:
         answer = (await post(app, "completions", **fields)).json
         echoed, usage = answer["choices"], answer["usage"]
         first = TEXT.tokenizer.decode(WORD_IDS[:1])
-        for echo, one, other in zip([WORDS] * 2 + [first] * 2, alone, echoed, strict=True):
-            assert other == one | {"text": echo + one["text"]}
+        for echo, plain, other in zip([WORDS] * 2 + [first] * 2, alone, echoed, strict=True):
+            assert other == plain | {"text": echo + plain["text"]}
         assert [choice["index"] for choice in echoed] == [0, 1, 2, 3]
         assert (usage["prompt_tokens"], usage["completion_tokens"]) == (len(WORD_IDS) + 1, 80)
 
@@ -369,7 +371,7 @@ async def test_a_stop_string_is_looked_for_behind_the_echo(stream: bool) -> None
             answer = await post(app, "completions", **fields, echo=True, stop=stop, stream=stream)
             parts = events(answer) if stream else [answer.json]
             choices = [part["choices"][0] for part in parts]
-            assert "".join(one["text"] for one in choices) == WORDS + said
+            assert "".join(choice["text"] for choice in choices) == WORDS + said
             assert choices[-1]["finish_reason"] == ("length" if said == plain else "stop")
 
 

@@ -68,7 +68,9 @@ async def test_a_request_on_its_way_counts_before_the_pool_says_so() -> None:
         assert before == [0, 0]
         assert {live.shard for live in short} == {1 - long.shard}
         await check([long, *short])
-        await until(lambda: not any(one.load.outstanding_tokens for one in s.router.sessions))
+        await until(
+            lambda: not any(session.load.outstanding_tokens for session in s.router.sessions)
+        )
 
 
 async def test_requests_that_came_before_any_replica_go_where_the_first_one_is() -> None:
@@ -177,8 +179,8 @@ async def test_deaths_of_replicas_are_counted_over_all_shards() -> None:
         await deadly.ended.wait()
         assert deadly.finish.reason is FinishReason.FAILED
         assert deadly.tokens == []
-        for one in stuck:
-            one.let_go.set()
+        for hanging in stuck:
+            hanging.let_go.set()
 
 
 async def hangs() -> PoolView:
@@ -201,17 +203,17 @@ async def test_replicas_share_requests_and_all_shards_look_like_one_pool_but_for
         status = to_status(await s.router.status())
         assert status.requests_finished == len(PROMPTS)
         assert len(status.replicas) == 3
-        assert [(one.name, one.serving) for one in status.shards] == [(first, 1), (second, 2)]
-        assert [one.incarnation for one in status.shards] == [
+        assert [(shard.name, shard.serving) for shard in status.shards] == [(first, 1), (second, 2)]
+        assert [shard.incarnation for shard in status.shards] == [
             (await wire.status()).incarnation for wire in s.wires
         ]
         monkeypatch.setattr(shard_router, "_STATUS_S", 0.05)
         monkeypatch.setattr(s.wires[0], "status", hangs)
         view = await s.router.status()
-        assert (view.silent, [one.name for one in view.shards]) == ((first,), [second])
+        assert (view.silent, [shard.name for shard in view.shards]) == ((first,), [second])
         status = to_status(view)
         assert len(status.replicas) == 2
-        assert [one.name for one in status.shards if one.silent] == [first]
+        assert [shard.name for shard in status.shards if shard.silent] == [first]
         assert status.ready
         assert s.router.ready
         monkeypatch.setattr(s.wires[1], "status", hangs)
@@ -247,7 +249,9 @@ async def test_a_full_queue_refuses_what_comes_and_nothing_that_it_has() -> None
             await s.add_replica(shard)
         await check(lives)
         assert not any(live.recovered for live in lives)
-        await until(lambda: not any(one.load.outstanding_tokens for one in s.router.sessions))
+        await until(
+            lambda: not any(session.load.outstanding_tokens for session in s.router.sessions)
+        )
 
 
 async def test_what_a_shard_cannot_hold_goes_where_it_fits() -> None:

@@ -79,7 +79,7 @@ def said(answer: Answer, stream: bool) -> dict[str, str]:
         [choice] = answer.json["choices"]
         parts = [choice["message"]]
     else:
-        parts = [one["choices"][0]["delta"] for one in events(answer) if one["choices"]]
+        parts = [event["choices"][0]["delta"] for event in events(answer) if event["choices"]]
     told = dict[str, str]()
     for part in parts:
         for name in ("content", "reasoning", "reasoning_content"):
@@ -192,16 +192,16 @@ async def test_a_structure_begins_where_the_reasoning_ends() -> None:
         for answer in (schema, forced, both, free):
             count = answer.json["usage"]["completion_tokens_details"]["reasoning_tokens"]
             assert 0 < count <= 4 * 6
-            assert all(one["message"]["reasoning"] for one in answer.json["choices"])
+            assert all(choice["message"]["reasoning"] for choice in answer.json["choices"])
         assert not none.json["usage"]["completion_tokens_details"]["reasoning_tokens"]
-        for one in schema.json["choices"]:
-            assert json.loads(one["message"]["content"])["a"] in ("x", 7)
-        for one in forced.json["choices"]:
-            assert one["message"]["content"] is None
-            assert one["message"]["tool_calls"]
-        for one in both.json["choices"]:
-            if not one["message"].get("tool_calls"):
-                assert json.loads(one["message"]["content"])["a"] in ("x", 7)
+        for choice in schema.json["choices"]:
+            assert json.loads(choice["message"]["content"])["a"] in ("x", 7)
+        for choice in forced.json["choices"]:
+            assert choice["message"]["content"] is None
+            assert choice["message"]["tool_calls"]
+        for choice in both.json["choices"]:
+            if not choice["message"].get("tool_calls"):
+                assert json.loads(choice["message"]["content"])["a"] in ("x", 7)
         request = pb.GenerateRequest(
             messages=[pb.ChatMessage(**turn) for turn in ASKED],
             tools=GRPC_TOOLS,

@@ -67,15 +67,15 @@ async def test_calls_have_the_arguments_of_their_schema(template: str | dict[str
             post(app, "chat/completions", **(fields | {"tools": strict}), n=4),
             post(app, "chat/completions", **fields, tool_choice=named, stream=True),
         )
-        for one in free.json["choices"]:
-            for call in one["message"].get("tool_calls", []):
+        for told in free.json["choices"]:
+            for call in told["message"].get("tool_calls", []):
                 assert json.loads(call["function"]["arguments"])["city"] in ("Rome", "Oslo")
         for choice, body in zip(("required", named), bodies, strict=True):
             choices = body.json["choices"]
-            for one in choices:
-                assert one["finish_reason"] == "tool_calls"
-                assert one["message"]["content"] is None
-                [call] = one["message"]["tool_calls"]
+            for told in choices:
+                assert told["finish_reason"] == "tool_calls"
+                assert told["message"]["content"] is None
+                [call] = told["message"]["tool_calls"]
                 given = json.loads(call["function"]["arguments"])
                 assert choice == "required" or call["function"]["name"] == "weather"
                 if call["function"]["name"] == "weather":
@@ -171,7 +171,7 @@ def said(answer: Answer, stream: bool) -> tuple[str, list[tuple[str, str]], str]
         return choice["text"], [(name, given) for name, given in choice["calls"].values()], reason
     [choice] = answer.json["choices"]
     functions = [call["function"] for call in choice["message"].get("tool_calls", ())]
-    calls = [(one["name"], one["arguments"]) for one in functions]
+    calls = [(function["name"], function["arguments"]) for function in functions]
     return choice["message"]["content"] or "", calls, choice["finish_reason"]
 
 
@@ -196,4 +196,4 @@ async def test_the_answer_has_as_many_calls_as_are_allowed(
         live.tokens.extend(ids(FIRST + REST))
         ends(made, live, FinishReason.STOP)
         answer = await call
-        assert [(one.name, one.arguments) for one in answer.tool_calls] == calls
+        assert [(tool_call.name, tool_call.arguments) for tool_call in answer.tool_calls] == calls

@@ -1,0 +1,133 @@
+"""Experts whose result for a token does not depend on how many other tokens they see.
+
+transformers' experts interface gives the tokens, the experts that the model's own router chose for
+each of them, and their weights. The tokens of an expert are computed together, in the numbers of
+tokens that the arithmetic knows; what a token's experts gave is added up in the order of its
+choice.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.functional import linear, pad
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from replicas.invariant import Arithmetic, Product
+from replicas.models.current_pass import PASS
+
+EXPERTS = "lockstep_experts"
+ON_DEVICE = "grouped_mm"
+"""transformers' own, in one product for all experts: a GPU need not know who is hit."""
+
+_PRODUCTS = "lockstep_products"
+
+
+@dataclass(slots=True)
+class ExpertProducts:
+    """The products of one layer's experts, by expert."""
+
+    up: list[Product]
+    """Gate and up together, where there is a gate."""
+    down: list[Product]
+    arithmetic: Arithmetic | None = None
+    """None: any number of tokens is computed as it is."""
+
+    @classmethod
+    def of(cls, module: Any, prepack: bool) -> ExpertProducts:
+        """Of a module with transformers' experts interface."""
+
+        def products(weights: torch.Tensor, biases: torch.Tensor | None) -> list[Product]:
+            return [
+                Product.of(_out_in(module, weight), None if biases is None else biases[at], prepack)
+                for at, weight in enumerate(weights)
+            ]
+
+        up, down = _weights(module)
+        return cls(products(*up), products(*down))
+
+    @property
+    def all(self) -> list[Product]:
+        return [*self.up, *self.down]
+
+
+def experts_of(model: nn.Module) -> list[Any]:
+    """The modules that compute by transformers' experts interface."""
+    return [module for module in model.modules() if hasattr(module, "_is_expert_parallel")]
+
+
+def keep_products(module: nn.Module, products: ExpertProducts) -> None:
+    """Let a module's experts compute by these."""
+    setattr(module, _PRODUCTS, products)
+
+
+def _weights(module: Any) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
+    """Weights and biases, of all experts, of the first product and of the second."""
+    first = "gate_up_proj" if module.has_gate else "up_proj"
+
+    def both(name: str) -> tuple[Any, Any]:
+        return getattr(module, name), getattr(module, f"{name}_bias") if module.has_bias else None
+
+    return both(first), both("down_proj")
+
+
+def _out_in(module: Any, weight: torch.Tensor) -> torch.Tensor:
+    return weight.t() if module.is_transposed else weight
+
+
+def forward(
+    module: Any,
+    hidden_states: torch.Tensor,  # [tokens, hidden]
+    top_k_index: torch.Tensor,  # [tokens, chosen], int64
+    top_k_weights: torch.Tensor,  # [tokens, chosen]
+) -> torch.Tensor:  # [tokens, hidden]
+    """What the experts interface computes. Padding of a pass is sent to no expert."""
+    tokens, chosen = top_k_index.shape
+    current = PASS.get()
+    real = tokens if current is None else current.tokens
+    experts = top_k_index[:real].reshape(-1).numpy()
+    order = np.argsort(experts, kind="stable")
+    places = torch.from_numpy(order)
+    states = hidden_states.index_select(0, places // chosen)
+    starts = np.flatnonzero(np.diff(experts[order], prepend=-1)).tolist()
+    products: ExpertProducts | None = getattr(module, _PRODUCTS, None)
+    sorted_out = torch.empty_like(states)
+    for start, end in zip(starts, [*starts[1:], len(order)], strict=True):
+        number = int(experts[order[start]])
+        sorted_out[start:end] = _one_expert(module, products, number, states[start:end])
+    out = hidden_states.new_zeros((tokens * chosen, hidden_states.shape[1]))
+    out.index_copy_(0, places, sorted_out)
+    weighted = out.view(tokens, chosen, -1) * top_k_weights[:, :, None].to(out.dtype)
+    total = weighted[:, 0]
+    for choice in range(1, chosen):
+        total = total + weighted[:, choice]
+    return total.to(hidden_states.dtype)
+
+
+def _one_expert(
+    module: Any, products: ExpertProducts | None, number: int, x: torch.Tensor
+) -> torch.Tensor:
+    count = x.shape[0]
+    if products is not None and products.arithmetic is not None:
+        more = products.arithmetic.padded(count) - count
+        x = pad(x, (0, 0, 0, more)) if more else x
+    if products is None:
+        (up, up_bias), (down, down_bias) = _weights(module)
+        first = linear(x, _out_in(module, up[number]), None if up_bias is None else up_bias[number])
+        inner = module._apply_gate(first) if module.has_gate else module.act_fn(first)
+        bias = None if down_bias is None else down_bias[number]
+        out = linear(inner, _out_in(module, down[number]), bias)
+    else:
+        first = products.up[number](x)
+        inner = module._apply_gate(first) if module.has_gate else module.act_fn(first)
+        out = products.down[number](inner.contiguous())
+    if module.has_post_expert_norm:
+        out = module.post_expert_norm(out)
+    return out[:count]
+
+
+ALL_EXPERTS_FUNCTIONS.register(EXPERTS, forward)
