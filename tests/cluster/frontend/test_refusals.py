@@ -156,7 +156,8 @@ CHATS: Rows = [
     (
         {"tool_choice": {"type": "function", "functoin": {"name": "x"}}},
         "tool_choice.function: must be given; "
-        "tool_choice.functoin: unknown name; did you mean function?",
+        "tool_choice.functoin: unknown name; did you mean function?; "
+        "tool_choice.type: must be 'allowed_tools', is 'function'",
     ),
     ({"tools": TOOLS, "tool_choice": NAMED}, "tool_choice: 'x' is not among the tools"),
     ({"chat_template_kwargs": {"tokenize": False}}, "chat_template_kwargs: tokenize is not"),

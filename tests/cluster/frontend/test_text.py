@@ -300,13 +300,13 @@ def test_text_ends_before_the_first_stop_string_wherever_chunks_end(
     stops = [stop for token in drawn for stop in (token[1:], token) if stop]
     least, include = data.draw(st.integers(0, len(tokens))), data.draw(st.booleans())
     early = len(dict(seen).get(least, ""))
-    every = [place for place in (*seen, (len(tokens), whole)) if place[0] > least]
+    every = [text for text in (*seen, (len(tokens), whole)) if text[0] > least]
 
     def hits(text: str) -> list[tuple[int, str]]:
         found = [(text.find(stop, max(0, early + 1 - len(stop))), stop) for stop in stops]
         return [hit for hit in found if hit[0] >= 0]
 
-    used, text = next((place for place in every if hits(place[1])), (len(tokens), whole))
+    used, text = next((text for text in every if hits(text[1])), (len(tokens), whole))
     at, found = min(hits(text), default=(len(text), None)) if every else (len(text), None)
     at += len(found or "") * include
     rules = TextRules(stops, min_tokens=least, include_stop=include)
