@@ -5,6 +5,7 @@ SUPPORTED := 3.11 3.12 3.13 3.14
 PYTHON ?= python3 $(SUPPORTED:%=python%)
 IS_SUPPORTED := import sys; sys.exit("%d.%d" % sys.version_info[:2] not in "$(SUPPORTED)".split())
 VENV := .venv
+CLIENTS := .venv-clients
 BIN := $(VENV)/bin
 SETUP := $(VENV)/.setup-done
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
@@ -12,7 +13,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c c
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 
-.PHONY: help setup demo serve test test-fast test-slow test-clients test-clients-light lint format protos demo-pair bench bench-scheduler simulate worlds worlds-0 worlds-1 mutate explore fuzz chaos soak clean
+.PHONY: help setup demo serve test test-fast test-slow test-clients test-clients-light loadtest lint format protos demo-pair bench bench-scheduler simulate worlds worlds-0 worlds-1 mutate explore fuzz chaos soak clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -56,10 +57,9 @@ test: $(SETUP)  ## all tests but the slow ones; says every ten seconds how far t
 test-fast: $(SETUP)  ## those of them that start no Ray and take no longer than a few seconds
 	@$(PARTS) 'ray or long (make test runs them) or slow (make test-slow)' $(call FAST,slow or long)
 
-test-slow: $(SETUP)  ## the slow ones: a chaos run, and a chat model
+test-slow: $(SETUP) $(CLIENTS)/.light-done  ## the slow ones: changes under load, a chaos run, a chat model
 	$(BIN)/python -m pytest -m slow
 
-CLIENTS := .venv-clients
 $(CLIENTS)/.%-done: tests/clients/%.txt | $(SETUP)
 	test -x $(CLIENTS)/bin/python || $(BIN)/python -m venv $(CLIENTS)
 	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
@@ -70,6 +70,15 @@ test-clients: $(SETUP) $(CLIENTS)/.all-done  ## openai, lm-eval, AIPerf, curl, g
 
 test-clients-light: $(SETUP) $(CLIENTS)/.light-done  ## openai, anthropic, a browser, curl, grpcurl: those that are installed in seconds
 	$(BIN)/python -m pytest $(addprefix tests/clients/test_,openai_package.py anthropic_package.py dashboard.py command_line.py) -m clients
+
+LOAD := .venv-load
+$(LOAD)/.done: tests/clients/load.txt
+	test -x $(LOAD)/bin/python || $(BIN)/python -m venv $(LOAD)
+	$(LOAD)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	touch $@
+
+loadtest: $(SETUP) $(LOAD)/.done  ## Locust and gRPC on replicas that come and go by load; verdicts and a picture (10 minutes)
+	$(BIN)/python -m benchmarks.loadtest --json $(RESULTS)/loadtest.json --plot $(RESULTS)/loadtest.svg
 
 lint: $(SETUP)  ## style, types, and who may import whom
 	$(BIN)/ruff check .
@@ -144,5 +153,5 @@ soak: $(SETUP)  ## the load of chaos and no kills: memory of every process, what
 	$(BIN)/python -m tests.chaos --kinds --real-share 1 --minutes $(MINUTES) --json $(RESULTS)/soak.json
 
 clean:  ## remove the .venv and all caches
-	rm -rf $(VENV) $(CLIENTS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(CLIENTS) $(LOAD) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

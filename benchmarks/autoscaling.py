@@ -26,7 +26,7 @@ from ray import serve
 from benchmarks.shared.command_line import parser_of
 from benchmarks.shared.report import percentiles, table, write_json
 from benchmarks.shared.synthetic import Speed, synthetic_loader, synthetic_spec
-from cluster import app
+from cluster import app, serve_view
 from cluster.bench.plots import Plot, line, to_svg
 from cluster.client import NO_RETRY, AsyncClient
 from cluster.config import ClusterConfig
@@ -176,7 +176,7 @@ class Run:
 
 
 def _replica_states() -> dict[str, int]:
-    deployments = serve.status().applications[app.APP_NAME].deployments
+    deployments = serve.status().applications[serve_view.APP_NAME].deployments
     return {str(state): count for state, count in deployments["replica"].replica_states.items()}
 
 

@@ -6,13 +6,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import ray
 from fastapi import FastAPI
 from ray import serve
+from ray._private import worker
 from ray.serve import Application
 from ray.serve._private.constants import RAY_SERVE_GRPC_MAX_MESSAGE_SIZE
 from ray.serve.handle import DeploymentHandle
@@ -20,7 +23,9 @@ from ray.serve.schema import ReplicaRank
 from ray.util.placement_group import PlacementGroup, get_current_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from cluster import serve_view
 from cluster.autoscaling import serve_autoscaling
+from cluster.checks import check_on_nodes
 from cluster.config import ClusterConfig
 from cluster.config_sources import from_args
 from cluster.frontend.grpc_api.api import GrpcApi
@@ -31,22 +36,25 @@ from cluster.frontend.target_text import TargetText
 from cluster.metrics import FrontendMeter
 from cluster.metrics.ray_sink import ray_sink
 from cluster.pool.ray_pool import RayPool, collect_seldom, log_to_stderr, open_pool, this_process
+from cluster.serve_view import FRONTEND, REPLICA
 from cluster.worker.hosted import HostedReplica
 from cluster.worker.loading import stage, tell_of_weights, up
 from cluster.worker.resources import (
     RankProcess,
     RayRank,
+    frontends_surge_percent,
     gpus_of,
     host_of,
     placement,
     replica_config,
     sharing_gpus,
+    surge_percent,
+    surging,
 )
 from cluster.worker.worker import Worker
 from replicas.config import ReplicaConfig
 from scheduler.scaling import shard_of_rank
 
-APP_NAME = "lockstep"
 SERVICER_FUNCTIONS = (
     "cluster.frontend.grpc_api.handlers.add_LockstepServicer_to_server",
     "cluster.frontend.grpc_api.handlers.add_HealthServicer_to_server",
@@ -56,8 +64,7 @@ SERVICER_FUNCTIONS = (
 LIMIT_PROXY = "cluster.frontend.proxy.limits.limit_proxy"
 """What Serve's proxies must call, by a variable of the environment where Ray starts."""
 
-REPLICA = "replica"
-"""Name of the replicas' deployment."""
+_LOOK_S = 0.1
 _LEAVE_S = 2.0
 """What a replica may take to leave the pool once its grace is over, and a frontend to tell its
 clients that it is."""
@@ -140,7 +147,7 @@ class ReplicaDeployment:
 class FrontendDeployment(GrpcApi):
     """The frontend as Serve starts it; gRPC methods by their names, HTTP by the ASGI app."""
 
-    def __init__(
+    async def __init__(  # type: ignore[misc]
         self,
         config: ClusterConfig,
         load_text: Callable[[ReplicaConfig], TargetText],
@@ -155,9 +162,12 @@ class FrontendDeployment(GrpcApi):
             load_text(config.replica),
             name=serve.get_replica_context().replica_id.unique_id,
             meter=FrontendMeter(ray_sink(config.model_name)),
+            why_no_replica=_why_no_replica,
         )
         super().__init__(service, RAY_SERVE_GRPC_MAX_MESSAGE_SIZE)
         service.start()
+        await _wait_for_replicas(service)
+        self._leaving = asyncio.create_task(_leave_in_time(service, config.actors.drain_s))
 
     def check_health(self) -> None:
         self.service.check()
@@ -172,15 +182,43 @@ class FrontendDeployment(GrpcApi):
             await self.close()
 
 
+async def _why_no_replica() -> tuple[str, bool]:
+    return await asyncio.to_thread(serve_view.why_no_replica)
+
+
+async def _wait_for_replicas(service: FrontendService) -> None:
+    """Until replicas serve in the pool of this frontend, or no other frontend does meanwhile: Serve
+    ends the old ones as soon as this one is up.
+
+    Raises RuntimeError after `actors.start_s`, so that the old ones go on.
+    """
+    bound_s = service.config.actors.start_s
+    deadline_s = time.monotonic() + bound_s
+    while not service.ready() and await asyncio.to_thread(serve_view.frontends_up):
+        if time.monotonic() > deadline_s:
+            raise RuntimeError(f"no replica within {bound_s:g} s (actors.start_s)")
+        await asyncio.sleep(_LOOK_S)
+
+
+async def _leave_in_time(service: FrontendService, grace_s: float) -> None:
+    """End the calls that last too long once Serve ends this frontend, before it kills it. Serve
+    itself says so only when none is left."""
+    replica = worker.global_worker.actors[worker.global_worker.actor_id]._replica_impl
+    while not replica._shutting_down:
+        await asyncio.sleep(_LOOK_S)
+    await service.leave(grace_s)
+
+
 def build_app(
     config: ClusterConfig,
     load: LoadReplica = load_replica,
     load_text: Callable[[ReplicaConfig], TargetText] = TargetText.load,
 ) -> Application:
     """The application for a validated config; what a replica hosts can be replaced."""
-    actors = config.actors
     quiet = {"enable_access_log": False}
     gpus = gpus_of(config)
+    config = surging(config, gpus)
+    actors = config.actors
     replicas = serve.deployment(
         ReplicaDeployment,
         name=REPLICA,
@@ -190,6 +228,7 @@ def build_app(
         **placement(config, gpus),
         health_check_period_s=2,
         health_check_timeout_s=10,
+        max_surge_percent=surge_percent(config),
         graceful_shutdown_wait_loop_s=0.1,
         # A replica that is killed in the middle of a batch counts against the requests in it.
         graceful_shutdown_timeout_s=actors.drain_s + _LEAVE_S,
@@ -197,8 +236,9 @@ def build_app(
     ).bind(sharing_gpus(config, gpus), load)
     return serve.deployment(
         serve.ingress()(FrontendDeployment),
-        name="frontend",
+        name=FRONTEND,
         num_replicas=config.frontend.number,
+        max_surge_percent=frontends_surge_percent(config),
         ray_actor_options={"num_cpus": actors.frontend_cpus},
         # More than the frontend admits: it refuses what it cannot serve, with the time to come
         # back, while Serve's proxy would let such calls wait without a bound.
@@ -211,5 +251,9 @@ def build_app(
 
 
 def build(args: Mapping[str, Any]) -> Application:
-    """Application builder for Serve. Raises ConfigError, which names each wrong key."""
-    return build_app(from_args(args))
+    """Application builder for Serve, which keeps the old application until this returns. Raises
+    ConfigError, which names each wrong key or says what no node could serve."""
+    config = from_args(args)
+    if ray.is_initialized():
+        check_on_nodes(config)
+    return build_app(config)

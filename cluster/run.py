@@ -19,15 +19,28 @@ from ray._private import worker
 from ray._private.ray_logging import global_worker_stdstream_dispatcher as dispatcher
 from ray.actor import ActorHandle
 from ray.serve import Application, RunTarget
+from ray.serve._private.client import ServeControllerClient
 from ray.serve.config import HTTPOptions, gRPCOptions
-from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, DeploymentStatusOverview
+from ray.serve.context import _get_global_client
+from ray.serve.schema import ApplicationStatus
 from ray.util import list_named_actors
 
 from cluster import own_ray
-from cluster.app import APP_NAME, LIMIT_PROXY, REPLICA, SERVICER_FUNCTIONS, build_app
-from cluster.config import ClusterConfig
+from cluster.app import LIMIT_PROXY, SERVICER_FUNCTIONS, build_app
+from cluster.checks import check_files, check_on_nodes, check_ports
+from cluster.config import ClusterConfig, ConfigError
 from cluster.pool.protocol import NAMESPACE
 from cluster.pool.ray_pool import stop_pools
+from cluster.serve_view import (
+    APP_NAME,
+    REPLICA,
+    application,
+    is_final,
+    one_line,
+    raised,
+    reports,
+    up,
+)
 
 _LOOK_S = 0.25
 """Between two looks; each is work for Serve's controller."""
@@ -91,6 +104,8 @@ class ClusterRun:
         self._connected = False
         self._began_ray = False
         self._began_serve = False
+        self._deployed = False
+        """Whether the application is of this run."""
         self.updates = False
         """There was an application before, whose replicas serve until Serve stops them."""
 
@@ -100,9 +115,17 @@ class ClusterRun:
         self.wait_until(lambda all_up: all_up)
 
     def deploy(
-        self, app: Application | None = None, *, tell: Tell | None = None, join_ray: bool = False
+        self,
+        app: Application | None = None,
+        *,
+        tell: Tell | None = None,
+        join_ray: bool = False,
+        replace: bool = False,
     ) -> None:
         """Start Ray, Serve and the application, and do not wait for the application.
+
+        Raises StartFailed, before anything that runs is touched, where a port is taken, a model is
+        not there, or another run's application is and `replace` does not say that it may go.
 
         A Ray that this process is connected to is used. Else a new one is started; with `join_ray`
         only if none is found, through RAY_ADDRESS or on this machine. What its processes log goes
@@ -112,12 +135,16 @@ class ClusterRun:
             for name, value in ray_environment(self._config).items():
                 os.environ.setdefault(name, value)
             try:
-                connect = own_ray.join if join_ray and own_ray.is_there() else own_ray.begin
+                joins = join_ray and own_ray.is_there()
+                if not joins:
+                    check_files(self._config)
+                    check_ports(self._config)
+                connect = own_ray.join if joins else own_ray.begin
                 connect(
                     include_dashboard=False,
                     logging_level=logging.INFO if tell is None else logging.ERROR,
                 )
-            except OSError as error:
+            except (ConfigError, OSError) as error:
                 raise StartFailed(str(error)) from error
             worker._worker_logs_enabled = tell is None
             if tell is not None:
@@ -130,6 +157,7 @@ class ClusterRun:
         before = serve.status()
         self._began_serve |= not (before.proxies or before.applications)
         self.updates = APP_NAME in before.applications
+        self._check_what_runs(bool(before.proxies), replace)
         server = self._config.server
         serve.start(
             proxy_location="EveryNode",
@@ -139,12 +167,30 @@ class ClusterRun:
             ),
             logging_config={"enable_access_log": False},
         )
+        self._deployed = True
         # `serve.run` would wait for every replica, and without a bound.
         serve.run_many(
             [RunTarget(app or build_app(self._config), APP_NAME, route_prefix="/")],
             wait_for_ingress_deployment_creation=False,
             wait_for_applications_running=False,
         )
+
+    def _check_what_runs(self, serving: bool, replace: bool) -> None:
+        """Raises StartFailed."""
+        if self.updates and not (self._deployed or replace):
+            raise StartFailed(
+                "this Ray runs the application already, and it stays as it is. --replace takes its"
+                " place, and ends what it has put there when it is stopped"
+            )
+        try:
+            if serving:
+                _check_ports_of(_get_global_client(), self._config)
+            elif not self._began_ray:
+                check_ports(self._config)
+            if self.updates:
+                check_on_nodes(self._config)
+        except ConfigError as error:
+            raise StartFailed(str(error)) from error
 
     def wait_until(
         self, done: Callable[[bool], bool], sleep: Callable[[float], object] = time.sleep
@@ -158,14 +204,14 @@ class ClusterRun:
         while not done(_is_running()):
             if time.monotonic() > deadline_s:
                 late = f"not up within {bound_s:g} s (actors.start_s)"
-                raise StartFailed("; ".join([late, *_reports()]))
+                raise StartFailed("; ".join([late, *reports(application())]))
             sleep(_LOOK_S)
 
     @property
     def replicas_up(self) -> int:
-        application = _application()
-        found = application.deployments.get(REPLICA) if application else None
-        return _up(found) if found else 0
+        running = application()
+        found = running.deployments.get(REPLICA) if running else None
+        return up(found) if found else 0
 
     def stop(self, at_once: bool = False) -> None:
         """Let requests finish within the grace time, then stop the application and the pool.
@@ -177,7 +223,7 @@ class ClusterRun:
         if not ray.is_initialized():
             return
         pools: list[ActorHandle] = []
-        for name in self._config.pool_names:
+        for name in self._config.pool_names if self._deployed else ():
             with contextlib.suppress(ValueError):
                 pools.append(ray.get_actor(name, namespace=NAMESPACE))
         grace_s = 0.0 if at_once else self._config.actors.drain_s
@@ -185,9 +231,9 @@ class ClusterRun:
         # A Ray that was begun here takes everything with it; one that was joined, nothing.
         if not (at_once and self._began_ray):
             # Before Serve as a whole: its proxies live on until the last answers are delivered.
-            if _application() is not None:
+            if self._deployed and application() is not None:
                 serve.delete(APP_NAME, _blocking=not at_once)
-            if at_once:
+            if at_once and self._deployed:
                 _kill_replicas()
             if self._began_serve:
                 serve.shutdown()
@@ -195,7 +241,7 @@ class ClusterRun:
             ray.kill(pool)
         if self._connected:
             ray.shutdown()
-        self._connected = self._began_ray = self._began_serve = False
+        self._connected = self._began_ray = self._began_serve = self._deployed = False
 
 
 def _began_ray_here() -> bool:
@@ -211,17 +257,13 @@ def _began_ray_here() -> bool:
 # --------------------------------------------------------------------------- what Serve says
 
 
-def _application() -> ApplicationStatusOverview | None:
-    return serve.status().applications.get(APP_NAME)
-
-
 def _kill_replicas() -> None:
     """Kill those of the application that is deleted: Serve lets each drain first, also one that
     still loads. After ten seconds the rest is left to Serve."""
     deadline_s = time.monotonic() + _DELETE_S
-    while (application := _application()) and time.monotonic() < deadline_s:
+    while (found := application()) and time.monotonic() < deadline_s:
         # Before that Serve would replace them.
-        if application.status == ApplicationStatus.DELETING:
+        if found.status == ApplicationStatus.DELETING:
             for actor in list_named_actors(all_namespaces=True):
                 if actor["name"].startswith(f"SERVE_REPLICA::{APP_NAME}#"):
                     # It may have ended by itself.
@@ -231,41 +273,25 @@ def _kill_replicas() -> None:
 
 
 def _is_running() -> bool:
-    application = _application()
-    if application is None:
+    found = application()
+    if found is None:
         raise StartFailed("the application was deleted while it started")
-    if application.status == ApplicationStatus.DEPLOY_FAILED:
+    errors = raised(found)
+    if found.status == ApplicationStatus.DEPLOY_FAILED:
         # Serve itself says which deployments failed, and not why.
-        reasons = _raised(application) or [_one_line(application.message)]
-        raise StartFailed("; ".join(reasons))
-    return bool(application.status == ApplicationStatus.RUNNING)
+        raise StartFailed("; ".join(errors or [one_line(found.message)]))
+    if found.status == ApplicationStatus.DEPLOYING and any(map(is_final, errors)):
+        # Serve would try again, and again.
+        raise StartFailed("; ".join(filter(is_final, errors)))
+    return bool(found.status == ApplicationStatus.RUNNING)
 
 
-def _reports() -> list[str]:
-    """What there is of each deployment, and what Serve says of it."""
-    application = _application()
-    deployments = application.deployments if application else {}
-    return [
-        f"{name}: {_up(status)} up" + (f" ({_one_line(status.message)})" if status.message else "")
-        for name, status in deployments.items()
-    ]
-
-
-def _raised(application: ApplicationStatusOverview) -> list[str]:
-    """What each deployment that failed has raised, without the way there; each once."""
-    said: dict[str, None] = {}
-    for deployment in application.deployments.values():
-        lines = deployment.message.strip().splitlines()
-        frames = [number for number, line in enumerate(lines) if line.startswith("  ")]
-        # Without a frame it is no traceback: something is slow, and another deployment's fault.
-        if frames:
-            said[" ".join(lines[frames[-1] + 1 :])] = None
-    return list(said)
-
-
-def _up(deployment: DeploymentStatusOverview) -> int:
-    return int(deployment.replica_states.get("RUNNING", 0))
-
-
-def _one_line(message: str) -> str:
-    return " ".join(message.split())
+def _check_ports_of(serving: ServeControllerClient, config: ClusterConfig) -> None:
+    """Raises StartFailed where Serve, which runs already, listens elsewhere: that is for all of its
+    applications, and stays."""
+    http, grpc, ours = serving.http_config, serving.grpc_config, config.server
+    if (http.port, grpc.port) != (ours.http_port, ours.grpc_port):
+        raise StartFailed(
+            f"Serve runs there already, with HTTP on port {http.port} and gRPC on port {grpc.port};"
+            " give these by --http-port and --grpc-port"
+        )

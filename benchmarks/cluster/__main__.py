@@ -12,6 +12,7 @@ takes any. Latencies are the clients'; CPU times are the kernel's, by kind of pr
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,12 @@ def rows_of(entries: list[dict[str, Any]]) -> list[tuple[object, ...]]:
     return rows
 
 
+def shared_device(args: argparse.Namespace) -> dict[str, Any]:
+    """Settings of replicas, several of which may share one GPU."""
+    given = {name: getattr(args, name) for name in ("device", "dtype", "memory", "deterministic")}
+    return {name: value for name, value in given.items() if value}
+
+
 def main() -> None:
     """Parse the command line, measure, print, write."""
     parser = parser_of(__doc__)
@@ -64,15 +71,23 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1, help="torch's threads, everywhere")
     parser.add_argument("--target", default="tiny")
     parser.add_argument("--draft", default="tiny")
+    parser.add_argument("--device", help="of the real ones, which share it")
+    parser.add_argument("--dtype")
+    parser.add_argument("--memory", help="of each real replica, and of the engine beside them")
+    parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--prompts", type=Path, help="JSON lines with `prompt` or `turns`")
     parser.add_argument("--grpc-port", type=int, default=9210)
     args = parser.parse_args()
+
+    on_gpu = (args.device or "").startswith("cuda")
 
     def config_of(replicas: int) -> ClusterConfig:
         config = from_args(
             {
                 "replicas": replicas,
                 "replica.target": args.target,
+                **{f"replica.{name}": value for name, value in shared_device(args).items()},
+                **({"actors.replica_gpus": 1 / replicas} if on_gpu else {}),
                 "replica.speculative_config": {"method": "draft_model", "model": args.draft},
                 "replica.torch_threads": args.threads,
                 "pool": {"shards": args.shards},

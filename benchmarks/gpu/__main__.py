@@ -3,8 +3,8 @@
     python -m benchmarks.gpu [--shape qwen3-8b] [--json FILE]   on a GPU: Qwen3-8B / 0.6B, bfloat16
     python -m benchmarks.gpu --shape tiny                       anywhere, within a minute
 
-A planted pair (random weights in real shapes, see `replicas.models.planted`) is decoded at several
-batch sizes with and without speculation, in one mode after the other:
+A planted pair (random weights in real shapes, see `replicas.models.loading.planted`) is decoded at
+several batch sizes with and without speculation, in one mode after the other:
 
     the draft model as it is used by default
     transformers' `generate`
@@ -32,12 +32,14 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
 from benchmarks.gpu.ceilings import measure_rates
+from benchmarks.gpu.quick import quick
 from benchmarks.gpu.runs import GENERATE_BATCH, HEAD, TRANSFORMERS, USUAL, Mode, attempt, free
 from benchmarks.shared.command_line import parser_of
 from benchmarks.shared.measured import medians
@@ -127,6 +129,10 @@ def modes_of(args: argparse.Namespace, device: torch.device) -> dict[str, Mode]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the command line, run everything, print the tables; returns the exit status."""
     parser = parser_of(__doc__)
+    parser.add_argument(
+        "--quick", type=Path, metavar="FOLDER", help="see quick.py; JSON goes there"
+    )
+    parser.add_argument("--only", nargs="+", default=[], help="parts of --quick")
     parser.add_argument("--shape", default="qwen3-8b", choices=sorted(DRAFTS))
     parser.add_argument("--acceptance", type=float, default=0.7)
     parser.add_argument("--device", default="auto")
@@ -140,6 +146,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--no-deterministic", action="store_true")
     parser.add_argument("--alone", type=int, default=8, help="requests that run alone, too")
     args = parser.parse_args(argv)
+    if args.quick is not None:
+        device = "cuda" if args.device == "auto" else args.device
+        return quick(device, args.quick, args.only)
 
     device, tiny = resolve_device(args.device), args.shape == "tiny"
     args.prompt_tokens = args.prompt_tokens or (24 if tiny else 256)

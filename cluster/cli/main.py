@@ -69,6 +69,14 @@ def serve(
     revision: Annotated[
         str | None, typer.Option(help="Branch, tag or commit of a target on the hub.")
     ] = None,
+    replace: Annotated[
+        bool,
+        typer.Option(
+            "--replace",
+            help="Take the place of the application that the Ray to join runs already; the end of"
+            " this command then ends it.",
+        ),
+    ] = False,
     verbose: Verbose = False,
 ) -> None:
     """Serve until Ctrl-C or SIGTERM; running requests may finish within the grace time."""
@@ -86,7 +94,7 @@ def serve(
         check_exposure(settings)
         if settings.auth.keys_file is not None:
             store.read(Path(settings.auth.keys_file))
-    raise typer.Exit(serve_until_signal(settings, verbose))
+    raise typer.Exit(serve_until_signal(settings, verbose, replace))
 
 
 @main.command()

@@ -86,7 +86,7 @@ def hide_key() -> None:
         ray._raylet.setproctitle(" ".join(shown))
 
 
-def serve_until_signal(config: ClusterConfig, verbose: bool = False) -> int:
+def serve_until_signal(config: ClusterConfig, verbose: bool = False, replace: bool = False) -> int:
     """Start the cluster and keep it up until SIGINT or SIGTERM. Returns the exit status.
 
     0 when the running requests could finish or the grace time had passed; 1 when a second signal
@@ -106,7 +106,7 @@ def serve_until_signal(config: ClusterConfig, verbose: bool = False) -> int:
     cluster = run.ClusterRun(config)
     try:
         terminal.say_start()
-        cluster.deploy(tell=terminal.tell, join_ray=True)
+        cluster.deploy(tell=terminal.tell, join_ray=True, replace=replace)
         # Ray sets handlers of its own while it starts.
         signal.signal(signal.SIGINT, tell)
         signal.signal(signal.SIGTERM, tell)

@@ -23,7 +23,6 @@ from cluster.frontend.status_codes import CODES, Refusal, Refused, refusal_of_fi
 from cluster.frontend.text import TextStream
 from cluster.frontend.tools import CallDelta, ToolReader
 from cluster.metrics import CallRecord, FrontendMeter
-from cluster.pool.protocol import STOPPING
 from scheduler.decoding import TokenLogprobs
 from scheduler.messages import Finish, FinishReason, Request, Usage
 
@@ -345,10 +344,8 @@ class Answer:
 
     def _finish(self, live: InFlightRequest) -> Finish:
         """What the pool said of a request that has ended. Raises Refused where it served none."""
-        if live.unreachable:
-            stopping = self._router.stopping.is_set()
-            message = STOPPING if stopping else "the pool does not answer"
-            raise Refused(Refusal(StatusCode.UNAVAILABLE, message))
+        if live.cut:
+            raise Refused(Refusal(StatusCode.UNAVAILABLE, live.cut))
         if (reject := live.reject) is not None:
             name = call_field(reject.field, self.call)
             message = f"{name}: {reject.message}" if name else reject.message

@@ -7,8 +7,9 @@ An edge parses a message into a `GenerateCall`, opens it here and translates the
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
@@ -40,7 +41,11 @@ _TOKENIZE_INLINE = 8192
 """A prompt of more bytes, or tokens, is made tokens on a thread, off the event loop."""
 _TURNS_MAX = 64
 """Calls for tokens alone at once; each holds its text while it waits."""
+_LOOK_S = 1.0
+"""How often is asked why there is no replica."""
+LEAVES = "this frontend is replaced before the answer has ended; continue it, or ask again"
 _T = TypeVar("_T")
+log = logging.getLogger("lockstep.frontend")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +71,12 @@ class FrontendService:
         name: str,
         meter: FrontendMeter | None = None,
         bounded: BoundedWork | None = None,
+        why_no_replica: Callable[[], Awaitable[tuple[str, bool]]] | None = None,
         tracer: Tracer | None = None,
     ) -> None:
         """`pools`: one per shard. `bounded`: processes that services share, and that their owner
-        starts and closes; without it this one has its own."""
+        starts and closes; without it this one has its own. `why_no_replica`: why none can start,
+        empty if nothing is wrong, and whether that is for good."""
         self.config = config
         self.text = text
         self.bounded = bounded or BoundedWork(text, config.frontend)
@@ -85,6 +92,12 @@ class FrontendService:
         self._tokenizers = ThreadPoolExecutor(2, "tokenizer")
         self._token_calls = ThreadPoolExecutor(1, "token_calls")
         self._turns = 0
+        self._why_no_replica = why_no_replica
+        self._watching: asyncio.Task[None] | None = None
+        self.unable = ""
+        """Why no replica can start; empty: one serves or is expected."""
+        self._left = ""
+        """Why this frontend takes no call any more."""
         self.writing = asyncio.Lock()
         """Held while a part of a long answer is made."""
 
@@ -94,6 +107,8 @@ class FrontendService:
         if self._owns_bounded:
             self.bounded.start()
         self.router.start()
+        if self._why_no_replica is not None:
+            self._watching = asyncio.get_running_loop().create_task(self._watch_replicas())
         self.audit.start()
 
     def check(self) -> None:
@@ -102,6 +117,8 @@ class FrontendService:
         self.audit.check()
 
     async def close(self) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
         await self.audit.close()
         await self.router.close()
         await asyncio.to_thread(self._tracer.close)
@@ -118,6 +135,40 @@ class FrontendService:
     def ready(self) -> bool:
         """Whether a replica has its models in memory, as far as is known here."""
         return self.router.ready
+
+    async def leave(self, grace_s: float) -> None:
+        """This frontend is to go: calls may end within the grace time, and the rest ends then as
+        unavailable, so that clients go on at another frontend."""
+        log.info("this frontend goes; %d requests run, for %g s", self.router.unfinished, grace_s)
+        await asyncio.sleep(grace_s)
+        self._left = LEAVES
+        if cut := self.router.unfinished:
+            log.warning("%d requests end unfinished: %s", cut, LEAVES)
+        self.router.cut_off(LEAVES)
+
+    async def _watch_replicas(self) -> None:
+        """While no replica serves, know why, and end what waits where none will come."""
+        assert self._why_no_replica is not None
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            if not self.router.lacks_replicas:
+                self.unable = ""
+                continue
+            try:
+                unable, for_good = await self._why_no_replica()
+            except Exception as error:
+                log.warning("Serve does not say how replicas are: %s", error)
+                continue
+            if unable != self.unable:
+                log.warning("%s", unable or "replicas are expected again")
+            self.unable = unable if self.router.lacks_replicas else ""
+            if self.unable and for_good:
+                self.router.cut_off(unable)
+
+    def check_able(self) -> None:
+        """Raises Refused where no call can be served here."""
+        if why := self._left or self.unable:
+            raise Refused(Refusal(StatusCode.UNAVAILABLE, why))
 
     async def status(self) -> PoolView:
         """What the pool is doing. Raises Refused."""
@@ -190,6 +241,7 @@ class FrontendService:
         """All checks of all sequences come before any token is decoded or any request sent."""
         if self.stopping.is_set():
             raise Refused(Refusal(StatusCode.UNAVAILABLE, STOPPING))
+        self.check_able()
         formats = self.formats.of(call)
         if call.tools is not None and formats.tools is not None:
             structure = formats.tool_structure(call.tools, call.structure)

@@ -95,8 +95,8 @@ class Refusal:
 
     @property
     def headers(self) -> list[tuple[str, str]]:
-        """When to ask again, in whole seconds, for a client that is told to."""
-        if self.code is not StatusCode.RESOURCE_EXHAUSTED:
+        """When to ask again, in whole seconds, where that may help."""
+        if self.code not in (StatusCode.RESOURCE_EXHAUSTED, StatusCode.UNAVAILABLE):
             return []
         return [(RETRY_AFTER_KEY, str(max(1, math.ceil(self.retry_after_s))))]
 

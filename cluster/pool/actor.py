@@ -23,10 +23,10 @@ from typing import Any
 
 from cluster.config import ClusterConfig
 from cluster.metrics import PoolMeter
+from cluster.pool.leaving import Leaving
 from cluster.pool.overview import BATCHES_MAX, batch_view, requests_in_flight
-from cluster.pool.peers import FrontendPeer, WorkerPeer, deliver, incompatible, requests_of
+from cluster.pool.peers import FrontendPeer, WorkerPeer, deliver, incompatible, load_of, requests_of
 from cluster.pool.protocol import (
-    STOPPING,
     BatchView,
     Beat,
     Counted,
@@ -55,7 +55,6 @@ from scheduler.messages import (
     Submit,
     Tick,
 )
-from scheduler.scaling import ShardLoad
 from scheduler.scheduler import Scheduler
 
 log = logging.getLogger("lockstep.pool")
@@ -99,6 +98,7 @@ class PoolActor:
         """By the session's id."""
         self._owners: dict[str, FrontendPeer] = {}
         """Which frontend a live request belongs to."""
+        self._leaving = Leaving(config)
         self._stopping_until_s = -math.inf
         self._cut = False
         self._ticker: asyncio.Task[None] | None = None
@@ -120,6 +120,7 @@ class PoolActor:
             log.info("replica %s joins: %s blocks on %s", replica_id, spec.kv_blocks, spec.device)
             self._workers[replica_id] = WorkerPeer(replace(spec, trials=()), process, self._clock())
             self._step(ReplicaJoined(replica_id, spec))
+            self._let_go()
             self._tell_frontends()
         return ""
 
@@ -159,18 +160,23 @@ class PoolActor:
             case StepFailed(_, batch_id):
                 if (batch := worker.batches.pop(batch_id, None)) is not None:
                     self._step(message, batch)
-            case DrainNote() if not worker.draining:
-                log.info("replica %s drains", replica_id)
-                worker.draining = True
-                self._step(ReplicaDraining(replica_id))
-                self._tell_frontends()
+            case DrainNote(successor) if worker.successor is None:
+                worker.successor, worker.going_s = successor, self._clock()
+                self._let_go()
             case LeaveNote(by_batch):
                 why = "hangs or is broken" if by_batch else "has left"
                 self._lose_worker(replica_id, why, by_batch)
                 return
-        if worker.draining and not worker.batches:
-            worker.post(DrainNote())
-            worker.flush_within(0.0)
+        worker.hand_over()
+
+    def _let_go(self) -> None:
+        """Drain the replicas that want to go and may."""
+        live, served = self.scheduler.pool.live_count(), bool(self.frontends)
+        due = self._leaving.due(self._workers, served, live, self._clock(), self._stopping)
+        for replica_id in due:
+            self._step(ReplicaDraining(replica_id))
+            self._workers[replica_id].hand_over()
+            self._tell_frontends()
 
     # ------------------------------------------------------------------ frontends
 
@@ -197,8 +203,8 @@ class PoolActor:
     def _hear(self, frontend: FrontendPeer, message: Any) -> None:
         match message:
             case Submit(request):
-                if self._stopping and not message.accepted_before:
-                    frontend.post(Reject(request.id, RejectCode.STOPPING, "", STOPPING))
+                if why := self._leaving.refuses(message, self._stopping):
+                    frontend.post(Reject(request.id, RejectCode.STOPPING, "", why))
                     frontend.flush()
                     return
                 frontend.requests.add(request.id)
@@ -283,16 +289,8 @@ class PoolActor:
             asyncio.get_running_loop().call_later(_LAST_WORDS_S, self._abort)
 
     def _state(self) -> PoolState:
-        serving = [peer.spec for peer in self._workers.values() if not peer.draining]
-        books = self.scheduler.pool
-        load = ShardLoad(
-            serving=len(serving),
-            outstanding_tokens=books.outstanding_tokens,
-            length_max=max((spec.length_max for spec in serving), default=0),
-            expected_share=books.expected_share,
-        )
-        stopping = self._stopping
-        return PoolState(load, stopping, stopping and self._cut, self._failed)
+        load = load_of(self._workers, self.scheduler, self._leaving.awaits_successor)
+        return PoolState(load, self._stopping, self._stopping and self._cut, self._failed)
 
     def _tell_frontends(self) -> None:
         """What the pool says of itself has changed."""
@@ -328,6 +326,7 @@ class PoolActor:
             for frontend in self.frontends.values():
                 frontend.heard_s = now_s
         self._step(Tick())
+        self._let_go()
         for replica_id, worker in list(self._workers.items()):
             if (silent_s := now_s - worker.heard_s) > self._config.lease_s:
                 # What has no stream yet has begun no batch.

@@ -8,7 +8,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cluster.metrics import PoolMeter
-from cluster.pool.protocol import FrontendMessage, PoolPort, PoolState, WorkerMessage
+from cluster.pool.protocol import (
+    DrainNote,
+    FrontendMessage,
+    PoolPort,
+    PoolState,
+    Successor,
+    WorkerMessage,
+)
 from cluster.transport import Stream
 from scheduler.messages import (
     Action,
@@ -24,6 +31,8 @@ from scheduler.messages import (
     ReplicaSpec,
     Submit,
 )
+from scheduler.scaling import ShardLoad
+from scheduler.scheduler import Scheduler
 
 _ELSEWHERE_S = 2.0
 """How long the pools of other shards may take to say which replicas they have."""
@@ -41,6 +50,12 @@ class WorkerPeer:
     heard_s: float
     batches: dict[int, Batch] = field(default_factory=dict)
     """Dispatched and not answered."""
+    successor: Successor | None = None
+    """Of a replica that wants to go."""
+    going_s: float = 0.0
+    """Since when it does."""
+    held: bool = False
+    """It stays, since no other one is there."""
     draining: bool = False
     stream: Stream | None = None
     """None until its worker has opened it."""
@@ -55,6 +70,12 @@ class WorkerPeer:
         if self.stream is not None and self._waiting:
             waiting, self._waiting = self._waiting, []
             self.stream.send(*waiting)
+
+    def hand_over(self) -> None:
+        """Tell a replica that drains, once nothing of it is waited for."""
+        if self.draining and not self.batches:
+            self.post(DrainNote())
+            self.flush_within(0.0)
 
     def close(self) -> None:
         if self.stream is not None:
@@ -144,6 +165,18 @@ def deliver(
     # Workers first: a replica may have nothing to do until then.
     for peer in sorted(due, key=lambda peer: isinstance(peer, FrontendPeer)):
         peer.flush_within(due[peer])
+
+
+def load_of(workers: Mapping[str, WorkerPeer], scheduler: Scheduler, none: bool) -> ShardLoad:
+    """What frontends are told of the pool's load; with `none` no replica takes requests."""
+    serving = [peer.spec for peer in workers.values() if not (none or peer.draining)]
+    books = scheduler.pool
+    return ShardLoad(
+        serving=len(serving),
+        outstanding_tokens=books.outstanding_tokens,
+        length_max=max((spec.length_max for spec in serving), default=0),
+        expected_share=books.expected_share,
+    )
 
 
 def incompatible(spec: ReplicaSpec, others: Mapping[str, ReplicaSpec]) -> str:

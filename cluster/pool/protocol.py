@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any, Protocol
 
 from msgspec.msgpack import Decoder
@@ -41,6 +42,8 @@ NAMESPACE = "lockstep"
 """Ray's namespace of the pools' actors."""
 STOPPING = "the server is stopping"
 """What a client is told while no new request is accepted."""
+REPLACED = "the only replica is being replaced; ask again"
+"""The same where another one has no place beside it."""
 
 
 class PoolUnreachable(LockstepError):
@@ -61,8 +64,22 @@ class Beat(Message, frozen=True):
 # --------------------------------------------------------------------------- workers
 
 
+class Successor(StrEnum):
+    """When what takes a replica's place begins."""
+
+    NONE = "none"
+    """Nothing does, or it does not matter."""
+    BEFORE = "before"
+    """It serves already: in this pool, or in another that clients are being led to."""
+    AFTER = "after"
+    """Once this replica has gone."""
+
+
 class DrainNote(Message, frozen=True):
-    """From a worker: no new sequence. From the pool: it has nothing of this replica's any more."""
+    """From a worker: no new sequence, as soon as its pool can do without it. From the pool: it has
+    nothing of this replica's any more."""
+
+    successor: Successor = Successor.NONE
 
 
 class LeaveNote(Message, frozen=True):

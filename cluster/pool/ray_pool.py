@@ -10,9 +10,11 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
+from logging.handlers import MemoryHandler
 from typing import Any
 
 import ray
@@ -50,6 +52,8 @@ _STOPPING_S = 60.0
 """How long a pool stays closed after it was last told to stop. A stop that was itself killed leaves
 a pool that serves again."""
 _LOOK_S = 0.05
+_WAITING_S = 5.0
+"""Between two lines of a replica of Serve's that waits for its calls."""
 _PREFERRED_NODES = ("lockstep_pool", "node:__internal_head__")
 """A Ray resource of the nodes that a pool should be on, the first one that any node has. The second
 is the head node's: it is no spot node, and without it the cluster is lost anyway."""
@@ -234,11 +238,34 @@ def collect_seldom() -> None:
 
 
 def log_to_stderr() -> None:
-    """Our log into the process's own file, from where Ray forwards it."""
+    """Our log into the process's own file, from where Ray forwards it; in a replica of Serve's also
+    into the file that Serve keeps for it, in the form that its `logging_config` says."""
     logger = logging.getLogger("lockstep")
-    if not logger.handlers:
-        handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("%(levelname)s %(asctime)s %(name)s %(message)s"))
-        logger.addHandler(handler)
-        logger.setLevel(logging.INFO)
-        logger.propagate = False
+    if logger.handlers:
+        return
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(levelname)s %(asctime)s %(name)s %(message)s"))
+    logger.addHandler(handler)
+    serves = logging.getLogger("ray.serve")
+    for theirs in serves.handlers:
+        if isinstance(theirs, logging.FileHandler | MemoryHandler):
+            logger.addHandler(theirs)
+        theirs.addFilter(_seldom_waiting())
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+
+
+def _seldom_waiting() -> Callable[[logging.LogRecord], bool]:
+    """Passes one in a while of the lines that Serve repeats ten times a second as it waits."""
+    told_s = -math.inf
+
+    def passes(record: logging.LogRecord) -> bool:
+        nonlocal told_s
+        if not str(record.msg).startswith("Waiting for an additional"):
+            return True
+        if record.created - told_s < _WAITING_S:
+            return False
+        told_s = record.created
+        return True
+
+    return passes

@@ -56,6 +56,42 @@ def placement(config: ClusterConfig, gpus: float) -> dict[str, Any]:
     }
 
 
+def surging(config: ClusterConfig, gpus: float) -> ClusterConfig:
+    """The settings with `actors.surge` decided. Where there is no place for one replica more, a new
+    one would wait for ever beside those that it is to replace."""
+    surge = config.actors.surge
+    if surge is None:
+        needs = {"GPU": gpus, "CPU": config.actors.replica_cpus}
+        ranks = config.replica.tensor_parallel
+        surge = _has_places(needs, ranks * (config.replicas_max + 1))
+    actors = config.actors.model_copy(update={"surge": surge})
+    return config.model_copy(update={"actors": actors})
+
+
+def surge_percent(config: ClusterConfig) -> int:
+    """Of Serve's: so many of the replicas more during a change; here one, as Serve rounds up."""
+    return max(1, 100 // config.replicas_max) if config.actors.surge else 0
+
+
+def frontends_surge_percent(config: ClusterConfig) -> int:
+    """The same of the frontends: all at once."""
+    needs = {"CPU": config.actors.frontend_cpus}
+    return 100 if _has_places(needs, config.frontend.number + 1) else 0
+
+
+def _has_places(needs: dict[str, float], number: int) -> bool:
+    """Whether the nodes that Ray has now could hold so many processes with these needs; without a
+    Ray, whether they need no GPU."""
+    needs = {name: each for name, each in needs.items() if each > 0}
+    if not ray.is_initialized():
+        return "GPU" not in needs
+    found = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    if not needs:
+        return True
+    places = [min(int(has.get(name, 0) / each) for name, each in needs.items()) for has in found]
+    return sum(places) >= number
+
+
 def sharing_gpus(config: ClusterConfig, gpus: float) -> ClusterConfig:
     """The first of several replicas on one GPU must leave the others their part of its memory."""
     if not 0 < gpus < 1 or config.replica.gpu_memory_utilization is not None:

@@ -22,7 +22,15 @@ from typing import Any
 
 from cluster.config import ClusterConfig
 from cluster.pool.peers import unlike_elsewhere
-from cluster.pool.protocol import WORKER, Beat, DrainNote, LeaveNote, PoolPort, PoolUnreachable
+from cluster.pool.protocol import (
+    WORKER,
+    Beat,
+    DrainNote,
+    LeaveNote,
+    PoolPort,
+    PoolUnreachable,
+    Successor,
+)
 from cluster.transport import NotEncodable, Stream, StreamLost, encode
 from cluster.worker.hosted import HostedReplica, ReplicaUnhealthy
 from scheduler.messages import (
@@ -60,6 +68,8 @@ class Worker:
         """
         self._beat_s = config.pool.beat_s
         self._drain_s = config.actors.drain_s
+        surges = config.actors.surge is not False
+        self._successor = Successor.BEFORE if surges else Successor.AFTER
         self._batch_s_max = config.actors.batch_s_max
         self._running: tuple[str, float] | None = None
         """Whose membership's batch runs now, and since when; the thread writes it."""
@@ -210,7 +220,9 @@ class Worker:
         except ReplicaUnhealthy as unhealthy:
             stream.send(LeaveNote(unhealthy.by_batch))
             raise
-        if self._draining or self._shard != shard:
+        if self._draining:
+            stream.send(DrainNote(self._successor))
+        elif self._shard != shard:
             stream.send(DrainNote())
         stream.send(Beat())
         try:

@@ -8,9 +8,9 @@ from replicas.models.build import (
     trial_logits,
 )
 from replicas.models.device_attention import paged_backend, summed_in_pieces
-from replicas.models.gguf import cache_directory
 from replicas.models.layer_reading import computing_by, layers_of
-from replicas.models.loader import (
+from replicas.models.loading.gguf import cache_directory
+from replicas.models.loading.loader import (
     dtype_name,
     dtype_of,
     load_config,

@@ -182,7 +182,9 @@ def short_windows(model: PreTrainedModel) -> Iterator[Any]:
     short = {size: _WINDOW + number for number, size in enumerate(sorted(sizes)) if size > _WINDOW}
     changed: list[tuple[Any, str, int]] = []
     configs = [getattr(module, "config", None) for module in model.modules()]
-    holders: Sequence[Any] = list({id(one): one for one in (*configs, *model.modules())}.values())
+    holders: Sequence[Any] = list(
+        {id(holder): holder for holder in (*configs, *model.modules())}.values()
+    )
     for holder in holders if short else ():
         for name in ("sliding_window", "attention_chunk_size"):
             value = getattr(holder, name, None) if holder is not None else None

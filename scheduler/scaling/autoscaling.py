@@ -20,7 +20,8 @@ from scheduler.status import PoolStatus
 LOOK_S = 0.5
 """How often the pool is looked at."""
 STARTING_MAX = 4
-"""Replicas that may be on their way at once: what one commits is a guess until one has served."""
+"""Replicas that may be on their way at once, or as many as serve: what one commits is a guess until
+one has served, and then four at a time would be slow for hundreds."""
 DOWN_SHARE = 0.7
 """A replica is removed only if the others would be used up to this share."""
 _SAMPLE_S = 1.0
@@ -109,7 +110,8 @@ def wanted_replicas(
         # Without a low since: what was low before this must last its delay anew.
         state = replace(state, high_since_s=since_s, low_since_s=None)
         if now_s - since_s >= config.up_delay_s:
-            wanted = max(wanted, min(enough, status.serving + STARTING_MAX))
+            starting = max(STARTING_MAX, status.serving)
+            wanted = max(wanted, min(enough, status.serving + starting))
         return wanted, state
     state = replace(state, high_since_s=None)
     needed = max(_whole(max(queue, work) / DOWN_SHARE, config), 1, config.min_replicas)

@@ -11,13 +11,14 @@ from ray.cluster_utils import Cluster
 from ray.serve._private.common import DeploymentID
 from ray.serve.config import HTTPOptions, gRPCOptions
 from ray.serve.context import _get_global_client
+from ray.serve.schema import ServeDeploySchema
 
 from benchmarks.shared.processes import Process, cluster_processes
 from cluster import app, run
-from cluster.app import APP_NAME
 from cluster.frontend.target_text import TargetText
 from cluster.pool.protocol import NAMESPACE
 from cluster.pool.ray_pool import PoolProcess
+from cluster.serve_view import APP_NAME
 from tests.chaos.hosted import START_S, Plan
 
 _RAY_S = 100.0
@@ -61,7 +62,23 @@ class Held:
             ),
             logging_config={"enable_access_log": False},
         )
-        self.deploy(plan)
+        if plan.declared is None:
+            self.deploy(plan)
+        else:
+            self.declare(plan.declared)
+
+    def declare(self, data: dict[str, Any]) -> None:
+        """What `serve deploy` does behind the dashboard; returns before anything is built."""
+        schema = ServeDeploySchema.model_validate(data)
+        _get_global_client().deploy_apps(schema, _blocking=False)
+
+    def state(self) -> tuple[str, str, dict[str, dict[str, int]]]:
+        """What Serve says of the application, why, and how many replicas of each deployment are in
+        which state."""
+        found = serve.status().applications[APP_NAME]
+        states = {name: dict(one.replica_states) for name, one in found.deployments.items()}
+        said = [found.message, *(one.message for one in found.deployments.values())]
+        return found.status.value, " ".join(said), states
 
     def deploy(self, plan: Plan) -> None:
         load, load_text = plan.load or app.load_replica, plan.load_text or TargetText.load

@@ -62,6 +62,8 @@ class Plan:
     """The pool begins on a worker node, and restarts on one."""
     pool: type | None = None
     """The class of the pool's actor; None: the real thing."""
+    declared: dict[str, Any] | None = None
+    """A Serve config file to deploy as `serve deploy` does; `config` says the same."""
 
 
 class HostError(RuntimeError):
@@ -135,6 +137,23 @@ class HostedCluster:
     def become(self, plan: Plan) -> None:
         """Deploys another plan on the Ray and the ports that are there."""
         self._call("deploy", plan)
+
+    def declare(self, data: dict[str, Any]) -> None:
+        """`serve deploy` with these settings; returns at once."""
+        self._call("declare", data)
+
+    def state(self) -> tuple[str, str, dict[str, dict[str, int]]]:
+        """Serve's word for the application, its reasons, and replicas by deployment and state."""
+        found: tuple[str, str, dict[str, dict[str, int]]] = self._call("state")
+        return found
+
+    def wait_for_state(
+        self, done: Callable[[str, str, dict[str, dict[str, int]]], bool], bound_s: float = 120.0
+    ) -> None:
+        deadline_s = time.monotonic() + bound_s
+        while not done(*(seen := self.state())):
+            assert time.monotonic() < deadline_s, f"not within {bound_s} s: {seen}"
+            time.sleep(0.2)
 
     def lose_node(self, node_id: str) -> None:
         """SIGKILL to all that runs on a worker node."""

@@ -25,17 +25,19 @@ EOS = 1
 SAMPLES = ["the quick brown fox jumps over the lazy dog", "héllo wörld", "漢字 and 😀 emoji 🎉"]
 
 
-def next_token(content: Sequence[int], vocab: int = VOCAB) -> int:
-    """What the fake target says after `content`; never the end of text."""
-    key = f"{len(content)},{list(content[-6:])}".encode()
+def next_token(content: Sequence[int], vocab: int = VOCAB, name: str = "") -> int:
+    """What the fake target of this name says after `content`; never the end of text."""
+    key = f"{name}{len(content)},{list(content[-6:])}".encode()
     return 2 + zlib.crc32(key) % (vocab - 2)
 
 
-def perfect(prompt: Sequence[int], count: int, stops: Sequence[int] = ()) -> list[int]:
+def perfect(
+    prompt: Sequence[int], count: int, stops: Sequence[int] = (), name: str = ""
+) -> list[int]:
     """The tokens that an undisturbed run gives."""
     content = list(prompt)
     for _ in range(count):
-        content.append(next_token(content))
+        content.append(next_token(content, name=name))
         if content[-1] in stops:
             break
     return content[len(prompt) :]
@@ -70,13 +72,21 @@ class _Resident:
 class FakeReplica:
     """Implements HostedReplica; `step_s` is how long a step takes."""
 
-    def __init__(self, step_s: float = 0.0, kv_blocks: int = 2000, prefill_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        step_s: float = 0.0,
+        kv_blocks: int = 2000,
+        prefill_s: float = 0.0,
+        name: str = "",
+    ) -> None:
+        """`name`: of the target; another one says something else."""
+        self._name = name
         self.spec = ReplicaSpec(
             kv_blocks=kv_blocks,
             block_size=16,
             context_len=CONTEXT,
             vocab_size=VOCAB,
-            target="fake",
+            target=name or "fake",
             draft="fake draft",
             drafter="draft_model",
         )
@@ -118,7 +128,7 @@ class FakeReplica:
             time.sleep(self._step_s)
             steps += 1
             for sequence_id, row in taken.items():
-                finished |= row.advance(self._residents[sequence_id])
+                finished |= row.advance(self._residents[sequence_id], self._name)
         return StepResult(
             batch.id,
             batch.replica_id,
@@ -138,14 +148,14 @@ class _Row:
         self.drafted = 0
         self.accepted = [0] * draft_len
 
-    def advance(self, resident: _Resident) -> bool:
+    def advance(self, resident: _Resident, name: str) -> bool:
         draft_len = min(self.draft_len, resident.tokens_left - 1)
         agreed = zlib.crc32(str(resident.content[-3:]).encode()) % (draft_len + 1)
         self.drafted += draft_len
         for position in range(agreed):
             self.accepted[position] += 1
         for _ in range(agreed + 1):
-            token = next_token(resident.content)
+            token = next_token(resident.content, name=name)
             resident.content.append(token)
             resident.tokens_left -= 1
             self.tokens.append(token)

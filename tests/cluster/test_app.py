@@ -40,7 +40,9 @@ def test_gpus_of_a_replica(
 ) -> None:
     """`machine`: GPUs that Ray knows; None: there is no Ray yet."""
     monkeypatch.setattr(ray, "is_initialized", lambda: machine is not None)
-    monkeypatch.setattr(ray, "cluster_resources", lambda: {"GPU": machine} if machine else {})
+    resources = {"GPU": machine} if machine else {}
+    monkeypatch.setattr(ray, "cluster_resources", lambda: resources)
+    monkeypatch.setattr(ray, "nodes", lambda: [{"Alive": True, "Resources": resources}])
     replicas = deployed_replicas(settings)
     assert replicas.ray_actor_options["num_gpus"] == each
     # Of its memory, too: the first to load must not take all that is free.
@@ -72,3 +74,50 @@ def test_ranks_have_a_bundle_each_in_the_placement_group_of_their_replica(
     # The replica itself is rank 0, in the first bundle.
     assert deployment.ray_actor_options["num_gpus"] == bundle.get("GPU", 0.0)
     assert deployed_replicas(settings)._replica_config.placement_group_bundles is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "nodes", "replicas", "frontends"),
+    [
+        # A GPU more than the replicas have, or none.
+        ({"replica": {"device": "cuda"}}, [{"CPU": 4.0, "GPU": 2.0}], 100, 100),
+        ({"replica": {"device": "cuda"}}, [{"CPU": 4.0, "GPU": 1.0}], 0, 100),
+        ({"replica": {"device": "cuda"}, "replicas": 4}, [{"CPU": 4.0, "GPU": 8.0}], 25, 100),
+        # Told otherwise: nodes will come.
+        (
+            {"replica": {"device": "cuda"}, "actors": {"surge": True}},
+            [{"CPU": 4.0, "GPU": 1.0}],
+            *(100, 100),
+        ),
+        ({"actors": {"surge": False}}, [{"CPU": 4.0}], 0, 100),
+        # In Ray's books there is no CPU for one more.
+        ({"actors": {"frontend_cpus": 3.0}}, [{"CPU": 4.0}, {"CPU": 1.0}], 100, 0),
+        ({"actors": {"replica_cpus": 2.0}}, [{"CPU": 3.0}], 0, 100),
+        # Of a rank each, on any nodes.
+        (
+            {"replica": {"device": "cuda", "tensor_parallel": 2}},
+            [{"CPU": 4.0, "GPU": 2.0}] * 2,
+            *(100, 100),
+        ),
+        ({"replica": {"device": "cuda"}}, None, 0, 100),
+        ({"replica": {"device": "cpu"}}, None, 100, 100),
+    ],
+)
+def test_a_change_starts_beside_what_it_replaces_where_ray_has_a_place(
+    settings: dict[str, Any],
+    nodes: list[dict[str, float]] | None,
+    replicas: int,
+    frontends: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`nodes`: their resources; None: there is no Ray yet."""
+    monkeypatch.setattr(ray, "is_initialized", lambda: nodes is not None)
+    found = [{"Alive": True, "Resources": node} for node in nodes or ()]
+    monkeypatch.setattr(ray, "nodes", lambda: found)
+    monkeypatch.setattr(ray, "cluster_resources", dict)
+    app = build_app(from_args(settings))._bound_deployment
+    assert app._deployment_config.max_surge_percent == frontends
+    deployed = deployed_replicas(settings)
+    assert deployed._deployment_config.max_surge_percent == replicas
+    # A replica that goes knows whether another one is there.
+    assert deployed.init_args[0].actors.surge == (replicas > 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,10 +19,11 @@ from ray.serve import RunTarget
 from ray.serve._private import constants as serve_constants
 from ray.serve._private.common import REPLICA_ID_FULL_ID_STR_PREFIX
 
-from cluster import own_ray, run
-from cluster.app import APP_NAME
+from cluster import checks, own_ray, run
 from cluster.config_sources import from_args
 from cluster.run import ClusterRun, StartFailed
+from cluster.serve_view import APP_NAME
+from tests.free_ports import free_port
 
 CONFIG = from_args({})
 APPLICATION: Any = object()
@@ -38,6 +40,8 @@ class Serve:
         """What comes once it is told to delete the application."""
         self.message = ""
         self.deployments: dict[str, Any] = {}
+        self.http_config = SimpleNamespace(port=CONFIG.server.http_port)
+        self.grpc_config = SimpleNamespace(port=CONFIG.server.grpc_port)
 
     def status(self) -> Any:
         if not self.deployed:
@@ -101,6 +105,9 @@ def calls(monkeypatch: pytest.MonkeyPatch, seen: Serve, tmp_path: Path) -> list[
     monkeypatch.setattr(serve, "shutdown", note("serve.shutdown"))
     monkeypatch.setattr(serve, "status", seen.status)
     monkeypatch.setattr(run, "_LOOK_S", 0.0)
+    monkeypatch.setattr(run, "_get_global_client", lambda: seen)
+    monkeypatch.setattr(run, "check_ports", lambda _config: None)
+    monkeypatch.setattr(run, "check_on_nodes", note("check_on_nodes"))
     return made
 
 
@@ -190,6 +197,58 @@ def test_a_stop_before_anything_was_deployed_deletes_nothing(
     assert DELETE not in calls
 
 
+def test_what_another_run_has_put_there_stays_unless_the_user_says_otherwise(
+    calls: list[Any], seen: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "192.0.2.1:6379")
+    monkeypatch.setattr(worker, "_global_node", SimpleNamespace(is_head=lambda: False))
+    seen.deployed = True
+    seen.proxies = {"node": "HEALTHY"}
+    cluster = ClusterRun(CONFIG)
+    with pytest.raises(StartFailed, match=r"stays as it is\. --replace takes its place"):
+        cluster.deploy(APPLICATION, join_ray=True)
+    cluster.stop(at_once=True)
+    assert calls == [("init", None), ("stop_pools", 0.0), "shutdown"]
+    calls.clear()
+    cluster = ClusterRun(CONFIG)
+    cluster.deploy(APPLICATION, join_ray=True, replace=True)
+    # What can be wrong is found before anything there is touched.
+    assert [call if isinstance(call, str) else call[0] for call in calls] == [
+        *("check_on_nodes", "serve.start"),
+    ]
+    assert cluster.updates
+    cluster.stop()
+    assert DELETE in calls
+
+
+def test_a_serve_that_listens_elsewhere_is_no_place_for_these_ports(
+    calls: list[Any], seen: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "192.0.2.1:6379")
+    seen.proxies = {"node": "HEALTHY"}
+    seen.http_config = SimpleNamespace(port=8123)
+    with pytest.raises(StartFailed, match="HTTP on port 8123 and gRPC on port 9000; give these by"):
+        ClusterRun(CONFIG).deploy(APPLICATION, join_ray=True)
+    assert "serve.start" not in calls
+
+
+def test_a_taken_port_and_a_missing_model_are_named_before_ray_begins(
+    calls: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(run, "check_ports", checks.check_ports)
+    ports = {"http_port": free_port(), "grpc_port": free_port()}
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", ports["grpc_port"]))
+        other.listen()
+        with pytest.raises(StartFailed, match=f"grpc_port: port {ports['grpc_port']} of .* in use"):
+            ClusterRun(from_args({"server": ports})).deploy(APPLICATION)
+    with pytest.raises(StartFailed, match=f"target: {tmp_path}/none: no such file or directory"):
+        ClusterRun(from_args({"server": ports, "replica": {"target": f"{tmp_path}/none"}})).deploy(
+            APPLICATION
+        )
+    assert calls == []
+
+
 def test_a_ray_of_our_own_is_told_what_the_user_has_not_said(
     calls: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -247,6 +306,14 @@ def failed(*messages: str) -> Callable[[Serve], None]:
     return say
 
 
+def refused(message: str) -> Callable[[Serve], None]:
+    def say(seen: Serve) -> None:
+        seen.states = ["DEPLOYING"]
+        seen.deployments = {"replica": SimpleNamespace(message=message, replica_states={})}
+
+    return say
+
+
 def late(seen: Serve) -> None:
     """One of two replicas comes up, and no frontend."""
     seen.states = ["DEPLOYING"]
@@ -271,6 +338,11 @@ def deleted(seen: Serve) -> None:
         (failed("E:\n  File x\nA: one", "E:\n  File x\nB: two", "is slow"), "A: one; B: two"),
         (failed("E:\n  File x\nOSError: none\nSee there."), "OSError: none See there."),
         (failed("Replicas: 1 starting"), "as Serve says"),
+        # Serve says that it tries again, and would meet it again.
+        (
+            refused("ray.x:\n  File x\nreplicas.errors.PairRefused: no\nfit"),
+            "replicas.errors.PairRefused: no fit",
+        ),
         (late, "not up within 0.05 s (actors.start_s); replica: 1 up (No GPU.); frontend: 0 up"),
         (deleted, "the application was deleted while it started"),
     ],

@@ -32,7 +32,7 @@ def pair_flags(target: Path, draft: Path, blocks: int) -> list[str]:
     ]
 
 
-def write_pair(directory: Path, positions: int = 512) -> tuple[Path, Path]:
+def write_pair(directory: Path, positions: int = 512, seed: int = 7) -> tuple[Path, Path]:
     """(target, draft); the draft is a perturbed copy, so that acceptance is neither 0 nor 1."""
     encoder = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer(), bos_token="<s>", eos_token="</s>"
@@ -40,7 +40,7 @@ def write_pair(directory: Path, positions: int = 512) -> tuple[Path, Path]:
     own = {"vocab_size": VOCAB, "max_position_embeddings": positions}
     config = LlamaConfig(**SHAPE | own | {"bos_token_id": 0, "eos_token_id": EOS})
     with torch.random.fork_rng():
-        torch.manual_seed(7)
+        torch.manual_seed(seed)
         target = LlamaForCausalLM(config)
         draft = LlamaForCausalLM(config)
         draft.load_state_dict(target.state_dict())

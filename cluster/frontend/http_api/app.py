@@ -80,8 +80,9 @@ def http_app(service: FrontendService) -> FastAPI:
     @app.get("/health")
     @app.get("/readyz")
     async def readyz() -> PlainTextResponse:
-        ready = service.ready()
-        return PlainTextResponse(*(("ready", 200) if ready else ("no replica is ready", 503)))
+        if service.ready():
+            return PlainTextResponse("ready")
+        return PlainTextResponse(service.unable or "no replica is ready", 503)
 
     guard = Depends(guard_of(service.config))
     unknown = IgnoredNames()

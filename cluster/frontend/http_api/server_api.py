@@ -22,6 +22,8 @@ def server_router(service: FrontendService) -> APIRouter:
     @router.get("/v1/models")
     async def models(request: Request) -> Response:
         checked_caller(service, request)
+        with service.refusals():
+            service.check_able()
         return JSONResponse({"object": "list", "data": [served]})
 
     @router.get("/v1/models/{name:path}")

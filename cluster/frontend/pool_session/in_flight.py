@@ -45,7 +45,8 @@ class InFlightRequest:
     """When the first new token came; 0 before."""
     last_s: float = 0.0
     """When the last one came; 0 before the first."""
-    unreachable: bool = False
+    cut: str = ""
+    """Why it ends here though it could go on elsewhere."""
     shard: int = 0
     """The shard that it was handed to."""
 

@@ -25,6 +25,7 @@ from cluster.frontend.pool_session.in_flight import InFlightRequest
 from cluster.metrics import FrontendMeter
 from cluster.pool.protocol import (
     FRONTEND,
+    STOPPING,
     Beat,
     Counted,
     FrontendMessage,
@@ -139,11 +140,11 @@ class PoolSession:
         """Let the pool know now how many requests are unfinished."""
         self._send(Beat(self._unfinished()))
 
-    def cut_off(self) -> None:
-        """Whatever is unfinished ends here, as unreachable, and in the pool."""
+    def cut_off(self, why: str) -> None:
+        """Whatever is unfinished ends here, as unavailable, and in the pool."""
         for live in self._live.values():
             self._send(Cancel(live.pool_id))
-            live.unreachable = True
+            live.cut = why
             live.end()
         self._live.clear()
 
@@ -236,7 +237,7 @@ class PoolSession:
             self._expire()
             left_s = self._answered_s + self._config.unreachable_s - self._clock()
             if left_s <= 0:
-                self.cut_off()
+                self.cut_off("the pool does not answer")
             await asyncio.sleep(min(max(left_s, _RETRY_S[0]), self._config.beat_s))
 
     def _start_over(self) -> None:
@@ -318,7 +319,7 @@ class PoolSession:
             self._unsure.popleft()
         self.cut = state.cut
         if state.cut:
-            self.cut_off()
+            self.cut_off(STOPPING)
         if not state.stopping:
             self.stopping.clear()
         elif not self.stopping.is_set():

@@ -19,7 +19,14 @@ from cluster.config import ClusterConfig
 from cluster.frontend.pool_session.in_flight import InFlightRequest
 from cluster.frontend.pool_session.session import PoolSession
 from cluster.metrics import FrontendMeter
-from cluster.pool.protocol import PoolOverview, PoolPort, PoolUnreachable, PoolView, merged_view
+from cluster.pool.protocol import (
+    STOPPING,
+    PoolOverview,
+    PoolPort,
+    PoolUnreachable,
+    PoolView,
+    merged_view,
+)
 from cluster.transport import NotEncodable, encode
 from scheduler.errors import InvalidRequest
 from scheduler.messages import FailureRecord, Request
@@ -91,6 +98,11 @@ class ShardRouter:
         """The client is gone, or has all that it wants. Its Finish still comes."""
         self.sessions[live.shard].cancel(live)
 
+    def cut_off(self, why: str) -> None:
+        """Whatever is unfinished ends, as unavailable; clients may go on elsewhere."""
+        for session in self.sessions:
+            session.cut_off(why)
+
     @property
     def unfinished(self) -> int:
         return sum(len(session.unfinished) for session in self.sessions)
@@ -100,6 +112,12 @@ class ShardRouter:
         """The longest content that a replica holds, as far as is known here; else infinite."""
         loads = [session.load for session in self.sessions if session.load.serving]
         return max((load.length_max for load in loads), default=math.inf)
+
+    @property
+    def lacks_replicas(self) -> bool:
+        """Whether all pools say that they have none."""
+        loads = [session.load for session in self.sessions]
+        return all(load.answers and not load.serving for load in loads)
 
     @property
     def idle(self) -> bool:
@@ -187,8 +205,7 @@ class ShardRouter:
             self.stopping.clear()
         if any(session.cut for session in self.sessions):
             # Also of a shard that cannot be heard.
-            for session in self.sessions:
-                session.cut_off()
+            self.cut_off(STOPPING)
 
     async def _move_forever(self) -> None:
         while True:

@@ -1,4 +1,5 @@
-"""Sets the limits of Serve's proxies: of HTTP requests, and of gRPC's streams.
+"""Sets the limits of Serve's proxies: of HTTP requests, and of gRPC's streams; and what they say
+where a frontend has ended.
 
 Serve has no settings for them. In each proxy's process, before its servers are made, it calls what
 RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH names: that is `limit_proxy`. Where Ray runs without that
@@ -13,6 +14,7 @@ from starlette.middleware import Middleware
 from uvicorn.config import HTTP_PROTOCOLS
 
 from cluster.frontend.proxy.bounded_http import BoundedHttp
+from cluster.frontend.proxy.broken import WholeAnswers
 from cluster.frontend.proxy.headers import ReadableHeaders
 
 STREAMS_MAX = 512
@@ -38,4 +40,4 @@ def limit_proxy() -> list[Middleware]:
             ("grpc.server.max_pending_requests_hard_limit", _PENDING_MAX),
         ]
     )
-    return [Middleware(ReadableHeaders)]
+    return [Middleware(WholeAnswers), Middleware(ReadableHeaders)]

@@ -28,8 +28,9 @@ class Cluster:
         self.stopped: list[bool] = []
         self.deploy_after: list[bool] = []
 
-    def deploy(self, tell: object, join_ray: bool) -> None:
+    def deploy(self, tell: object, join_ray: bool, replace: bool) -> None:
         assert tell is None, "verbose"
+        assert not replace
         assert join_ray
         assert self.deploy_after, "the key is still in the command line"
 

@@ -217,7 +217,7 @@ ENDS: list[tuple[End, str]] = [
     (finished(FinishReason.DEADLINE), "DEADLINE_EXCEEDED"),
     (finished(FinishReason.FAILED), "INTERNAL"),
     *((refused(code), CODES[code].name) for code in RejectCode),
-    (lambda made, _live, _call: session_of(made).cut_off(), "UNAVAILABLE"),
+    (lambda made, _live, _call: session_of(made).cut_off("gone"), "UNAVAILABLE"),
     # The pool knows it as what the frontend has cancelled.
     (lambda made, live, _call: brings(made, live, TOKENS), "OK"),
     (lambda _made, _live, call: call.cancel(), "CANCELLED"),

@@ -155,6 +155,6 @@ async def check(lives: list[InFlightRequest]) -> None:
     """All end, each with the tokens of an undisturbed run."""
     for live in lives:
         await live.ended.wait()
-        assert live.finish is not None, (live.reject, live.unreachable)
+        assert live.finish is not None, (live.reject, live.cut)
         assert live.finish.reason is FinishReason.LENGTH
         assert live.tokens == perfect(live.request.prompt, live.request.max_new_tokens)

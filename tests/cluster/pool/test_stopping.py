@@ -224,5 +224,5 @@ async def test_a_pool_that_hangs_is_waited_for_until_a_cut_ends_all_requests(
         assert time.monotonic() - begun_s >= grace_s
         for live in lives:
             await live.ended.wait()
-            assert live.unreachable
+            assert live.cut
         await stopping

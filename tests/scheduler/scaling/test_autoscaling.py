@@ -38,12 +38,17 @@ class Load:
     committed_per_s: float = 0.0
 
     def wanted(
-        self, config: AutoscalingConfig, wanted: int, state: ScalingState, now_s: float
+        self,
+        config: AutoscalingConfig,
+        wanted: int,
+        state: ScalingState,
+        now_s: float,
+        serving: int = 0,
     ) -> tuple[int, ScalingState]:
         status = PoolStatus(
             waiting=self.waiting,
             live=self.waiting,
-            replicas=(),
+            replicas=tuple(ReplicaStatus(str(n), SPEC) for n in range(serving)),
             finished={},
             outstanding_tokens=self.outstanding_tokens,
             tokens_per_s=self.committed_per_s,
@@ -86,6 +91,15 @@ def test_the_number_is_within_the_bounds_and_no_live_request_without_a_replica(
     number, _ = load.wanted(config, wanted, state, now_s)
     least = max(config.min_replicas, 1 if load.waiting else 0)
     assert least <= number <= config.max_replicas
+
+
+@given(configs(), loads, st.integers(0, 12), states, times)
+def test_few_start_at_once(
+    config: AutoscalingConfig, load: Load, wanted: int, state: ScalingState, now_s: float
+) -> None:
+    """However much there is to do: each of them loads a model. None serves in these statuses."""
+    number, _ = load.wanted(config, wanted, state, now_s)
+    assert number <= max(wanted, config.min_replicas, STARTING_MAX)
 
 
 @given(configs(), loads, loads, st.integers(0, 12), states, times)
@@ -169,6 +183,13 @@ def test_the_number_follows_the_load(
         wanted, state = load.wanted(CONFIG, wanted, state, now_s)
         found.append(wanted)
     assert found == numbers
+
+
+def test_so_many_start_at_once_as_serve_already() -> None:
+    crowd = Load(10**6, 100, tokens_per_s=100.0, committed_per_s=0.0)
+    config = AutoscalingConfig(max_replicas=256, up_delay_s=0.0)
+    found = [crowd.wanted(config, 1, ScalingState(), 0.0, serving)[0] for serving in (0, 4, 64)]
+    assert found == [4, 8, 128]
 
 
 @given(configs(), loads, st.integers(1, 12))

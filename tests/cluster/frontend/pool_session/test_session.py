@@ -223,7 +223,7 @@ async def test_a_pool_that_answers_nothing_ends_requests_as_unreachable(lives: b
         w.wire.break_streams()
         live = w.submit([5, 6], 10)
         await live.ended.wait()
-        assert live.unreachable
+        assert live.cut
 
 
 async def test_no_wait_goes_beyond_the_silence_that_a_pool_may_keep(
@@ -239,7 +239,7 @@ async def test_no_wait_goes_beyond_the_silence_that_a_pool_may_keep(
         w.wire.flows.clear()
         clock.now_s += config.pool.unreachable_s
         await live.ended.wait()
-        assert live.unreachable
+        assert live.cut
         assert [kind for kind, _ in w.wire.streams].count(FRONTEND) == 1, "the session stands yet"
 
         answers = asyncio.Event()
@@ -254,7 +254,7 @@ async def test_no_wait_goes_beyond_the_silence_that_a_pool_may_keep(
         w.wire.flows.set()
         waiting = w.submit([5, 6], 10)
         await waiting.ended.wait()
-        assert waiting.unreachable
+        assert waiting.cut
         answers.set()
         await w.until_serving(1)
         await check([w.submit([5, 6], 10)])

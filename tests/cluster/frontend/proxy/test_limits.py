@@ -19,6 +19,7 @@ from uvicorn.config import HTTP_PROTOCOLS
 from cluster.app import LIMIT_PROXY, SERVICER_FUNCTIONS
 from cluster.frontend.proxy import limits
 from cluster.frontend.proxy.bounded_http import BoundedHttp
+from cluster.frontend.proxy.broken import WholeAnswers
 from cluster.frontend.proxy.headers import ReadableHeaders
 
 
@@ -50,7 +51,7 @@ def test_serve_can_call_it_and_the_servers_take_the_limits(monkeypatch: pytest.M
         monkeypatch.setattr(f"{name}.DEFAULT_GRPC_SERVER_OPTIONS", options)
     monkeypatch.setitem(HTTP_PROTOCOLS, "auto", HTTP_PROTOCOLS["auto"])
     given = validate_http_proxy_callback_return(call_function_from_import_path(LIMIT_PROXY))
-    assert [middleware.cls for middleware in given] == [ReadableHeaders]
+    assert [middleware.cls for middleware in given] == [WholeAnswers, ReadableHeaders]
     assert protocol() is BoundedHttp
     assert ("grpc.max_concurrent_streams", limits.STREAMS_MAX) in options
     # A name that it does not know gRPC passes over.
