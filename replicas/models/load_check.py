@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from replicas.errors import PairRefused
 from replicas.kv_cache import CacheShape, LayerShape
-from replicas.models.layer_reading import layers_of, read_layers
+from replicas.models.own_code.layer_reading import layers_of, read_layers
 from replicas.models.paged_model import ERROR_FLOOR, PagedModel
 from replicas.models.reference import FINER, own_logits
 

@@ -15,7 +15,7 @@ from cluster.local.engine import LocalEngine
 from cluster.verify import transformers_model
 from replicas.config import ReplicaConfig
 from replicas.errors import PairRefused
-from replicas.models.loading.loader import dtype_name, resolve, resolve_device
+from replicas.models.loader import dtype_name, resolve, resolve_device
 from replicas.pair import check_positions, load_pair, read_pair
 from replicas.replica import Replica
 from scheduler.config import SchedulerConfig
@@ -145,7 +145,7 @@ def test_a_revision_of_the_hub_is_a_snapshot(
     def snapshot(repo: str, revision: str, allow_patterns: list[str]) -> str:
         return f"/cache/{repo}/{revision}{'/*.bin' if '*.bin' in allow_patterns else ''}"
 
-    monkeypatch.setattr("replicas.models.loading.loader.snapshot_download", snapshot)
+    monkeypatch.setattr("replicas.models.loader.snapshot_download", snapshot)
     assert resolve("org/model@refs/pr/1") == "/cache/org/model/refs/pr/1"
     assert resolve("word@v1") == "/cache/word/v1"
     assert resolve("org/head@v1", "draft").endswith("*.bin"), "heads come pickled, too"

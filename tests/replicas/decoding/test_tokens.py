@@ -10,7 +10,7 @@ import pytest
 
 from replicas.config import ReplicaConfig
 from replicas.decoding import end_of_turn_ids, load_grammars, read_tokens
-from replicas.models.loading.loader import resolve
+from replicas.models.loader import resolve
 from replicas.names import TINY
 
 

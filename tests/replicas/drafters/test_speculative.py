@@ -17,7 +17,7 @@ from replicas.drafters.one_pass import OnePassDrafter
 from replicas.drafters.suffix import SuffixDrafter
 from replicas.errors import PairRefused
 from replicas.memory import check_memory
-from replicas.models.loading.loader import resolve, resolve_device
+from replicas.models.loader import resolve, resolve_device
 from replicas.pair import load_pair, read_pair
 from replicas.replica import Replica
 from tests.replicas import clover_heads, one_pass_heads

@@ -13,8 +13,8 @@ from transformers import Gemma3Config, Gemma3ForConditionalGeneration, LlamaConf
 
 from replicas.config import ReplicaConfig
 from replicas.errors import PairRefused
-from replicas.models.loading.gguf_contents import GgufContents
-from replicas.models.loading.loader import read_model
+from replicas.models.loader import read_model
+from replicas.models.weights.gguf_contents import GgufContents
 from tests.replicas.families import _SIZES, FAMILIES
 from tests.tiny_pairs import SHAPE
 

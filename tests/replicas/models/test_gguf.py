@@ -19,8 +19,8 @@ from cluster.frontend.target_text import TargetText
 from replicas import names
 from replicas.config import ReplicaConfig
 from replicas.errors import PairRefused
-from replicas.models.loading import gguf
-from replicas.models.loading.loader import resolve
+from replicas.models.loader import resolve
+from replicas.models.weights import gguf
 from replicas.pair import load_pair, read_pair
 from tests.cluster.fakes import EOS, VOCAB, tokenizer
 from tests.tiny_pairs import SHAPE
@@ -182,7 +182,7 @@ def test_processes_that_start_at_once_read_it_once_and_later_ones_not_at_all(
 ) -> None:
     code = (
         "import logging, sys; logging.basicConfig(level=logging.INFO)\n"
-        "from replicas.models.loading.loader import resolve\n"
+        "from replicas.models.loader import resolve\n"
         "from transformers import AutoModelForCausalLM\n"
         "AutoModelForCausalLM.from_pretrained(resolve(sys.argv[1], weights='float32'))\n"
     )

@@ -19,7 +19,7 @@ from cluster.frontend.target_text import TargetText
 from replicas.config import ReplicaConfig, SpeculativeConfig
 from replicas.drafters.eagle3.weights import read_head
 from replicas.errors import PairRefused
-from replicas.models.loading.loader import resolve
+from replicas.models.loader import resolve
 from replicas.pair import load_pair
 from tests.replicas.heads import layer_config, save_head
 from tests.replicas.test_pair import WORDS, save_model

@@ -10,7 +10,7 @@ from transformers import AutoConfig, PreTrainedModel
 from cluster.local.engine import LocalEngine
 from replicas.config import ReplicaConfig, SpeculativeConfig
 from replicas.errors import PairRefused
-from replicas.models.loading.planted import plant as plant_on, share_following
+from replicas.models.weights.planted import plant as plant_on, share_following
 from replicas.names import SHAPES, parse_planted
 from replicas.pair import load_pair
 from replicas.replica import Replica

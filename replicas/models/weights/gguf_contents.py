@@ -76,7 +76,7 @@ class GgufContents:
             for name, field in reader.fields.items()
         }
         names = frozenset(tensor.name for tensor in reader.tensors)
-        found = next((tensor for tensor in reader.tensors if tensor.name == _FREQUENCIES), None)
+        found = next((one for one in reader.tensors if one.name == _FREQUENCIES), None)
         factors = None if found is None else tuple(float(value) for value in found.data.flatten())
         return cls(path, keys, names, factors)
 

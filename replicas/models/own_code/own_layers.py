@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from replicas.invariant import Arithmetic, Product, RowFunction
-from replicas.models.experts import ExpertProducts, experts_of, keep_products
+from replicas.models.own_code.experts import ExpertProducts, experts_of, keep_products
 
 
 class OwnProducts:
@@ -98,7 +98,8 @@ class OwnProducts:
             if len(needed) != 1 or (weight is not None and weight.dim() > 1):
                 self.whole_vectors = True
                 continue
-            for width in inner if weight is None else {weight.shape[-1]}:
+            own = weight.shape if weight is not None else getattr(module, "normalized_shape", None)
+            for width in inner if own is None else {own[-1]}:
                 functions[type(module), width] = module
         self.rowwise = [(function, width) for (_, width), function in functions.items()]
 
