@@ -263,8 +263,11 @@ def test_outputs_are_those_of_the_plain_loop(
     for request, output, expected in zip(requests(), outputs, alone(), strict=True):
         agree(request, output)
         assert output.logprobs == expected.logprobs, "the same bits"
+    end = IDS["[/THINK]"]
     ended = [plainly(request)[0][-1] == EOS for request in requests() if request.decoding.grammar]
     assert any(ended), "a grammar comes to its end within the limit"
+    thoughts = [end in plainly(request)[0][:-1] for request in requests()]
+    assert any(thoughts), "reasoning ends within the limit, and a structure begins"
 
 
 @pytest.mark.parametrize("drafter", ["none", "model", "suffix", "eagle3", "half"])

@@ -220,32 +220,10 @@ class OpenAIAnswer:
         given = sum(len(each.sequence.prompt) for each in self._written[:: self.asked.n])
         return {"prompt_tokens": given, "completion_tokens": new, "total_tokens": given + new}
 
-    def _usage(self) -> dict[str, Any]:
-        """A prompt counts once, however many choices it has."""
-        ends = self._ends
-        new = sum(end.completion_tokens for end in ends.values())
-        prompts = [end for index, end in ends.items() if index % self.asked.n == 0]
-        given = sum(end.prompt_tokens for end in prompts)
-        drafted = sum(end.usage.draft_tokens for end in ends.values())
-        accepted = sum(end.usage.accepted_tokens for end in ends.values())
-        return {
-            "prompt_tokens": given,
-            "completion_tokens": new,
-            "total_tokens": given + new,
-            "prompt_tokens_details": {
-                "cached_tokens": sum(end.usage.cached_tokens for end in prompts)
-            },
-            "completion_tokens_details": {
-                "reasoning_tokens": sum(end.reasoning_tokens for end in ends.values()),
-                "accepted_prediction_tokens": accepted,
-                "rejected_prediction_tokens": drafted - accepted,
-            },
-        }
-
     def _costs(self) -> dict[str, Any]:
         """The usage, of a single sequence how fast it was written and how speculation went, and of
         a whole chat what is asked of its prompt."""
-        costs: dict[str, Any] = {"usage": self._usage()}
+        costs: dict[str, Any] = {"usage": speculation.usage(self._ends, self.asked.n)}
         if len(self._ends) == 1:
             [end] = self._ends.values()
             costs["metrics"] = speculation.times(end)

@@ -1,7 +1,8 @@
-"""How fast a request was written and how speculation went, in the shapes that clients read."""
+"""What a request cost and how speculation went for it, in the shapes that clients read."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -43,3 +44,23 @@ def times(end: SequenceEnd) -> dict[str, Any]:
         "tokens_per_second": new / end.total_s if end.total_s > 0 else 0.0,
     }
     return times | ({"mean_itl_ms": writing_s * 1e3 / (new - 1)} if new > 1 else {})
+
+
+def usage(ends: Mapping[int, SequenceEnd], choices: int) -> dict[str, Any]:
+    """A prompt counts once, however many choices it has."""
+    new = sum(end.completion_tokens for end in ends.values())
+    prompts = [end for index, end in ends.items() if index % choices == 0]
+    given = sum(end.prompt_tokens for end in prompts)
+    drafted = sum(end.usage.draft_tokens for end in ends.values())
+    accepted = sum(end.usage.accepted_tokens for end in ends.values())
+    return {
+        "prompt_tokens": given,
+        "completion_tokens": new,
+        "total_tokens": given + new,
+        "prompt_tokens_details": {"cached_tokens": sum(end.usage.cached_tokens for end in prompts)},
+        "completion_tokens_details": {
+            "reasoning_tokens": sum(end.reasoning_tokens for end in ends.values()),
+            "accepted_prediction_tokens": accepted,
+            "rejected_prediction_tokens": drafted - accepted,
+        },
+    }

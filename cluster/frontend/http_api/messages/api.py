@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from cluster.frontend.calls import check_prompt
-from cluster.frontend.http_api.bodies import IgnoredNames, Taken, taken
+from cluster.frontend.http_api.bodies import IgnoredNames, taken
 from cluster.frontend.http_api.bodies.messages import CountTokens, MessagesRequest
 from cluster.frontend.http_api.edge import check_model, checked_caller, read_body, refusal_response
 from cluster.frontend.http_api.messages.answer import MessagesAnswer
@@ -33,35 +33,36 @@ def messages_router(service: FrontendService, unknown: IgnoredNames) -> APIRoute
     router, bytes_max = APIRouter(), service.config.frontend.message_bytes_max
     refuse_unknown = service.config.server.unknown_fields == "refuse"
 
-    async def read(request: Request, kind: type[MessagesRequest]) -> Taken:
+    async def read(
+        request: Request, kind: type[MessagesRequest]
+    ) -> tuple[MessagesRequest, dict[str, str]]:
         check = partial(taken, kind, refuse_unknown=refuse_unknown)
         given = await read_body(request, bytes_max, check)
         unknown.note(given.ignored)
-        check_model(service, given.body.model)
-        return given
+        return given.body.with_model(check_model(service, given.body.model)), given.headers
 
     @router.post("/v1/messages")
     async def create(request: Request) -> Response:
         try:
             caller = checked_caller(service, request)
             with service.refusals():
-                given = await read(request, MessagesRequest)
-                call = given.body.to_call(caller, request.headers.get("x-request-id", ""))
-                shape = MessagesAnswer(given.body, service.config.replica.block_size)
+                asked, headers = await read(request, MessagesRequest)
+                call = asked.to_call(caller, request.headers.get("x-request-id", ""))
+                shape = MessagesAnswer(asked, service.config.replica.block_size)
                 call = replace(call, request_id=call.request_id or shape.id)
         except Refused as refused:
             return _refusal_response(refused.refusal, {})
-        return _MessagesResponse(service, call, shape, given.headers)
+        return _MessagesResponse(service, call, shape, headers)
 
     @router.post("/v1/messages/count_tokens")
     async def count_tokens(request: Request) -> Response:
         try:
             caller = checked_caller(service, request)
             with service.refusals():
-                given = await read(request, CountTokens)
-                if (use := given.body.tool_use) is not None:
+                asked, headers = await read(request, CountTokens)
+                if (use := asked.tool_use) is not None:
                     service.formats.tools(use)
-                [prompt] = given.body.prompts
+                [prompt] = asked.prompts
                 check_prompt(prompt, service.config)
             async with service.tokenizing(caller) as turn:
                 encode, _ = await service.encoding(prompt, turn.admitted.tenant)
@@ -69,7 +70,7 @@ def messages_router(service: FrontendService, unknown: IgnoredNames) -> APIRoute
                 turn.admitted.spend(tokens)
         except Refused as refused:
             return _refusal_response(refused.refusal, {})
-        return JSONResponse({"input_tokens": tokens}, headers=given.headers)
+        return JSONResponse({"input_tokens": tokens}, headers=headers)
 
     return router
 

@@ -50,9 +50,9 @@ def responses_router(service: FrontendService, unknown: IgnoredNames) -> APIRout
         tenant = _tenant(service, request)
         with service.refusals():
             given = await read_body(request, bytes_max, check)
-            asked: ResponsesRequest = given.body
             unknown.note(given.ignored)
-            check_model(service, asked.model)
+            served = check_model(service, given.body.model)
+            asked: ResponsesRequest = given.body.with_model(served)
             before: Sequence[Turn] = ()
             if asked.previous_response_id is not None:
                 before = found(request, asked.previous_response_id, "previous_response_id").turns
