@@ -141,7 +141,9 @@ def suffix_alone(contents: Sequence[Sequence[int]], length: int = 10_000) -> dic
 def main() -> None:
     parser = question_parser(__doc__, n=12, new_tokens=96, batches=[1, 8])
     parser.add_argument("--fixed", type=int, default=4, help="Draft tokens of the fixed way.")
-    parser.add_argument("--head", help="EAGLE-3 head to run, too; planted:head is never right.")
+    parser.add_argument("--head", help="Head to run, too; planted:head is never right.")
+    methods = ("eagle3", "dflash", "dspark", "clover")
+    parser.add_argument("--head-method", choices=methods, default="eagle3", help="What it is.")
     parser.add_argument(
         "--oracle",
         type=float,
@@ -171,7 +173,7 @@ def main() -> None:
         f"suffix, k {args.fixed}": Replica.load(suffix),
     }
     if args.head is not None:
-        head = replica_config(args, {"method": "eagle3", "model": args.head})
+        head = replica_config(args, {"method": args.head_method, "model": args.head})
         replicas["head, k chosen"] = Replica.load(head)
         if args.oracle is not None:
             replicas["oracle, k chosen"], oracle = oracle_replica(head, args.oracle)

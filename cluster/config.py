@@ -308,17 +308,12 @@ class ClusterConfig(_Settings):
         return tuple(f"{self.pool_name}-{shard}" for shard in range(self.pool.shards))
 
 
-SECTIONS = (
-    "replica",
-    "scheduler",
-    "pool",
-    "frontend",
-    "server",
-    "auth",
-    "actors",
-    "audit",
-    "trace",
-)
+_FIELDS = {
+    name: type(field.default).model_fields
+    for name, field in ClusterConfig.model_fields.items()
+    if isinstance(field.default, BaseModel)
+}
+SECTIONS = tuple(_FIELDS)
 """Settings that hold settings and are never null."""
 RENAMED: Mapping[str, str] = {
     "replica.draft": "speculative_config",
@@ -333,14 +328,8 @@ RENAMED: Mapping[str, str] = {
 """Settings that are no more, and what in the same section says the same now."""
 INSTEAD: Mapping[str, str] = {
     **RENAMED,
-    **{
-        path.partition(".")[2]: f"{path.partition('.')[0]}.{name}" for path, name in RENAMED.items()
-    },
-    **{
-        name: f"{section}.{name}"
-        for section in SECTIONS
-        for name in type(ClusterConfig.model_fields[section].default).model_fields
-    },
+    **{path.split(".")[1]: f"{path.split('.')[0]}.{name}" for path, name in RENAMED.items()},
+    **{name: f"{section}.{name}" for section, fields in _FIELDS.items() for name in fields},
 }
 """Names that are refused, with what to use: those above, and fields outside their section."""
 

@@ -116,9 +116,9 @@ def check_positions(config: Any) -> None:
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     ropes = [rope, *rope.values()] if isinstance(rope, dict) else []
     kinds = {
-        one.get("rope_type", "default")
-        for one in ropes
-        if isinstance(one, dict) and not _same_factors(one)
+        rope.get("rope_type", "default")
+        for rope in ropes
+        if isinstance(rope, dict) and not _same_factors(rope)
     }
     for kind in sorted(kinds & {"dynamic", "longrope"}):
         raise PairRefused(

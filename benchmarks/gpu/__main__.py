@@ -3,7 +3,7 @@
     python -m benchmarks.gpu [--shape qwen3-8b] [--json FILE]   on a GPU: Qwen3-8B / 0.6B, bfloat16
     python -m benchmarks.gpu --shape tiny                       anywhere, within a minute
 
-A planted pair (random weights in real shapes, see `replicas.models.planted`) is decoded at several
+A planted pair (random weights in real shapes, see `replicas.models.weights`) is decoded at several
 batch sizes with and without speculation, in one mode after the other:
 
     the draft model as it is used by default

@@ -55,6 +55,8 @@ class Note(Protocol):
     def __call__(self, phase: str, done: int, total: int | None, said: str = "") -> None: ...
 
 
+CONTEXT_LEN = 1024
+"""Of a conversation at most, where nothing else is said."""
 ROWS = 64
 """Of a batch while the target writes: a whole tile of the CPU's products."""
 
@@ -102,11 +104,8 @@ class Preparation:
     # ----------------------------------------------------------------- data
 
     def _replica(self, rows: int, **changes: Any) -> Replica:
-        context = min(
-            int(self.replica.context_len or 1 << 30),
-            int(getattr(self.target, "max_position_embeddings", 1024)),
-            1024,
-        )
+        limit = int(getattr(self.target, "max_position_embeddings", CONTEXT_LEN))
+        context = self.replica.context_len or min(limit, CONTEXT_LEN)
         told = {
             "context_len": context,
             "num_gpu_blocks_override": self.replica.num_gpu_blocks_override

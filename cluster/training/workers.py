@@ -85,7 +85,7 @@ def train_over_ray(
             raise TrainingRefused(f"workers: the training ended: {result.error}")
         with result.checkpoint.as_directory() as folder:
             shutil.copy(Path(folder, CHECKPOINT), out / CHECKPOINT)
-    except ray.exceptions.RayError as error:
+    except (ray.exceptions.RayError, RuntimeError) as error:  # the second is what `fit` raises
         raise TrainingRefused(f"workers: {error}") from error
     finally:
         if begun:

@@ -8,8 +8,6 @@ from replicas.models.build import (
     trial_logits,
 )
 from replicas.models.device_attention import paged_backend, summed_in_pieces
-from replicas.models.gguf import cache_directory
-from replicas.models.layer_reading import computing_by, layers_of
 from replicas.models.loader import (
     dtype_name,
     dtype_of,
@@ -20,6 +18,7 @@ from replicas.models.loader import (
     resolve_device,
 )
 from replicas.models.model_shape import ModelShape, weight_bytes, without_storage
+from replicas.models.own_code.layer_reading import computing_by, layers_of
 from replicas.models.paged_model import (
     ALL,
     NONE,
@@ -31,5 +30,6 @@ from replicas.models.paged_model import (
     PagedModel,
     prefill,
 )
-from replicas.models.rank_weights import keep_own_part
 from replicas.models.reference import Judgement, judge
+from replicas.models.weights.gguf import cache_directory
+from replicas.models.weights.rank_weights import keep_own_part

@@ -30,9 +30,9 @@ from replicas.invariant import (
 from replicas.kv_cache import CacheShape, LayerShape, PagedCache
 from replicas.models.decoder import JoinedDecoder, NotJoined
 from replicas.models.device_attention import paged_backend
-from replicas.models.layer_reading import layers_of
 from replicas.models.load_check import Finding, LoadCheck
-from replicas.models.own_layers import OwnProducts, is_part
+from replicas.models.own_code.layer_reading import layers_of
+from replicas.models.own_code.own_layers import OwnProducts, is_part
 from replicas.models.paged_model import AttentionBackend, Output, PagedModel
 from replicas.models.reference import FINER
 

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from replicas.errors import PairRefused
 from replicas.kv_cache import CacheShape, LayerShape
-from replicas.models.layer_reading import layers_of, read_layers
+from replicas.models.own_code.layer_reading import layers_of, read_layers
 from replicas.models.paged_model import ERROR_FLOOR, PagedModel
 from replicas.models.reference import FINER, own_logits
 
@@ -182,7 +182,9 @@ def short_windows(model: PreTrainedModel) -> Iterator[Any]:
     short = {size: _WINDOW + number for number, size in enumerate(sorted(sizes)) if size > _WINDOW}
     changed: list[tuple[Any, str, int]] = []
     configs = [getattr(module, "config", None) for module in model.modules()]
-    holders: Sequence[Any] = list({id(one): one for one in (*configs, *model.modules())}.values())
+    holders: Sequence[Any] = list(
+        {id(holder): holder for holder in (*configs, *model.modules())}.values()
+    )
     for holder in holders if short else ():
         for name in ("sliding_window", "attention_chunk_size"):
             value = getattr(holder, name, None) if holder is not None else None

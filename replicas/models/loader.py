@@ -21,9 +21,9 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from replicas.config import ReplicaConfig
 from replicas.demo import DRAFT_DIR, TARGET_DIR
 from replicas.errors import PairRefused
-from replicas.models.checkpoint import read_weights, text_part
-from replicas.models.gguf import converted
-from replicas.models.planted import plant, planted_config
+from replicas.models.weights.checkpoint import read_weights, text_part
+from replicas.models.weights.gguf import converted
+from replicas.models.weights.planted import plant, planted_config
 from replicas.names import TINY, gguf_file, hub_revision, is_planted, parse_planted
 
 _FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py"]

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from replicas.config import ReplicaConfig
 from replicas.kv_cache import LayerShape, stores, uniform
-from replicas.models.layer_reading import layers_of
 from replicas.models.loader import dtype_of
+from replicas.models.own_code.layer_reading import layers_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,10 +19,10 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from replicas.invariant import Arithmetic
 from replicas.kv_cache import PagedCache, TokenRange, divided_into_passes
-from replicas.models.current_pass import PASS, BatchLayout, CurrentPass
 from replicas.models.decoder import JoinedDecoder, LayerAttention
-from replicas.models.experts import EXPERTS, ON_DEVICE
-from replicas.models.layer_reading import chooses_logits, compute_by
+from replicas.models.own_code.current_pass import PASS, BatchLayout, CurrentPass
+from replicas.models.own_code.experts import EXPERTS, ON_DEVICE
+from replicas.models.own_code.layer_reading import chooses_logits, compute_by
 from replicas.transfers import upload
 
 ATTENTION = "lockstep_paged"

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from replicas.models.layer_reading import computing_by
+from replicas.models.own_code.layer_reading import computing_by
 
 FINER = {
     torch.float32: torch.float64,

@@ -1,7 +1,7 @@
 """One replica on several devices: rank 0 is the replica, the other ranks do as it does.
 
 `load_parallel` starts a process per further device and loads the target in all of them, each its
-part (`models.rank_weights`). Rank 0 is what the caller holds. It sends each batch to the others
+part (`models.weights`). Rank 0 is what the caller holds. It sends each batch to the others
 (`parallel.rendezvous`), and all ranks run it together: they meet in the sums and joins of the
 target's layers and in rank 0's drafts (`parallel.drafts`). Every rank sees the same logits, so
 every rank commits the same tokens; what each of them committed is compared after every batch.

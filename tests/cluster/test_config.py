@@ -6,9 +6,8 @@ import re
 from pathlib import Path
 
 import pytest
-from pydantic import BaseModel
 
-from cluster.config import INSTEAD, RENAMED, SECTIONS, ClusterConfig, ConfigError
+from cluster.config import INSTEAD, RENAMED, ClusterConfig, ConfigError
 from cluster.config_sources import from_args, from_file, overridden, server_address
 from cluster.frontend.admission.control import check_exposure
 from cluster.frontend.admission.keys import read as read_keys
@@ -118,12 +117,6 @@ def test_a_file_that_would_take_much_memory_is_refused_in_a_sentence(
             read(path)
         assert str(refused.value).startswith(f"{path}: {said}")
         assert "\n" not in str(refused.value)
-
-
-def test_sections_are_all_settings_that_hold_settings() -> None:
-    values = {name: getattr(ClusterConfig(), name) for name in ClusterConfig.model_fields}
-    sections = {name: value for name, value in values.items() if isinstance(value, BaseModel)}
-    assert tuple(sections) == SECTIONS
 
 
 def test_a_name_that_is_no_more_is_refused_with_the_one_to_use() -> None:

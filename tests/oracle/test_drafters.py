@@ -183,10 +183,10 @@ class Clairvoyant(OracleDrafter):
 def test_a_draft_that_is_cut_by_what_it_says_changes_no_sampled_token() -> None:
     """Under rejection sampling it would: a token would be the likelier the less it is checked."""
     requests, expected = world(True, "llama")
-    whole = [[*one.prompt, *tokens] for one, tokens in zip(requests, expected, strict=True)]
+    whole = [[*request.prompt, *tokens] for request, tokens in zip(requests, expected, strict=True)]
     drafter = Clairvoyant(whole, 1.0, VOCAB, ragged=False)
     engine = LocalEngine(tiny_replica("llama", drafter), SchedulerConfig(rows_max=8, draft_len=4))
-    outputs = engine.generate([replace(one, draft_len=None) for one in requests])
+    outputs = engine.generate([replace(request, draft_len=None) for request in requests])
     assert [output.tokens for output in outputs] == expected
     assert drafter.cut > 100
     assert sum(output.usage.accepted_tokens for output in outputs) > 50

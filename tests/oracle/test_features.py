@@ -181,7 +181,7 @@ def asked(hot: bool, name: str) -> tuple[list[Request], list[str]]:
     if name == "plain":
         return plain, [""] * len(plain)
     feature = FEATURES[name]
-    before = [Alone(one.output.tokens, one.text) for one in alone(hot, "plain")]
+    before = [Alone(answer.output.tokens, answer.text) for answer in alone(hot, "plain")]
     made = [
         feature.change(number, request, known)
         for number, (request, known) in enumerate(zip(plain, before, strict=True))
@@ -222,17 +222,17 @@ def read(
         batches += 1
         if batches % 2 == 0 and others:
             engine.cancel(others.pop(0).id)
-        for request, one in list(left):
-            piece = one.stream.push(one.output.tokens[one.taken :])
-            one.text += piece.text
-            one.taken += piece.tokens
-            one.stop = piece.stop
-            if one.stop is not None:
-                left.remove((request, one))
+        for request, got in list(left):
+            piece = got.stream.push(got.output.tokens[got.taken :])
+            got.text += piece.text
+            got.taken += piece.tokens
+            got.stop = piece.stop
+            if got.stop is not None:
+                left.remove((request, got))
                 engine.cancel(request.id)
-    for _, one in left:
-        piece = one.stream.finish()
-        one.text, one.stop = one.text + piece.text, piece.stop
+    for _, got in left:
+        piece = got.stream.finish()
+        got.text, got.stop = got.text + piece.text, piece.stop
     return received
 
 
@@ -242,7 +242,9 @@ def test_a_request_receives_what_it_receives_alone_without_a_drafter(
 ) -> None:
     feature, (made, stops) = FEATURES[name], asked(hot, name)
     expected = alone(hot, name)
-    answered = [(request, one.output.tokens) for request, one in zip(made, expected, strict=True)]
+    answered = [
+        (request, answer.output.tokens) for request, answer in zip(made, expected, strict=True)
+    ]
     # A GPU gives the same bits in this mode alone.
     settings = {"num_gpu_blocks_override": feature.blocks, "deterministic": DEVICE != "cpu"}
     replica = replica_of(drafter, answered, **settings)
@@ -252,15 +254,15 @@ def test_a_request_receives_what_it_receives_alone_without_a_drafter(
     engine = LocalEngine(replica, config, check=True)
     received = read(engine, made[: feature.first], stops[: feature.first])
     received += read(engine, made[feature.first :], stops[feature.first :], feature.mates)
-    for request, one, known in zip(made, received, expected, strict=True):
-        assert one.whole == known.whole, request
+    for request, got, known in zip(made, received, expected, strict=True):
+        assert got.whole == known.whole, request
     if feature.stops:
-        assert all(one.stop is not None for one in received)
+        assert all(got.stop is not None for got in received)
     if name == "prefix_hit":
-        assert sum(one.output.usage.cached_tokens for one in received) > 0
+        assert sum(got.output.usage.cached_tokens for got in received) > 0
     if name == "preemption" and rows > 1:
         assert engine.scheduler.snapshot().preempted > 0
-    drafted = sum(one.output.usage.draft_tokens for one in received)
+    drafted = sum(got.output.usage.draft_tokens for got in received)
     assert (drafted > 0) == (drafter != "none")
     replica.check_integrity()
     assert replica.residents == ()

@@ -109,7 +109,7 @@ async def frontend(
     text = text or load_fake_text(ReplicaConfig())
     bounded = shared_work(text, config.frontend) if shares else None
     meter = FrontendMeter(sink)
-    service = FrontendService(config, [pool], text, "frontend", meter, bounded, tracer)
+    service = FrontendService(config, [pool], text, "frontend", meter, bounded, tracer=tracer)
     made = GrpcApi(service)
     async with asyncio.timeout(bound_s):
         for runner in runners:

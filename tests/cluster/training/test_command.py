@@ -3,7 +3,9 @@ makes a head that drafts."""
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -48,6 +50,25 @@ def test_what_is_wrong_is_a_sentence(tmp_path: Path) -> None:
     assert "Not a directory" in output
 
 
+def test_a_full_disk_is_a_sentence_and_leaves_nothing_half(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    target = save_target(tmp_path / "target")
+    data = save_data(tmp_path / "data.jsonl")
+    said = {"--out": tmp_path / "out", "--data": data, "--draft-vocab": 48}
+    args = [part for pair in said.items() for part in pair]
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "posix_fallocate", full)
+        code, output = run(target, *args, cache=tmp_path)
+    assert code == 1
+    assert "No space left on device. --resume goes on" in output
+    made = list(tmp_path.glob("lockstep/training/*/features-*/*"))
+    assert [path.suffix for path in made] == [".part"], "no part looks whole"
+
+
 @pytest.mark.slow
 def test_two_minutes_make_a_head_for_the_tiny_target(tmp_path: Path) -> None:
     data, template, out = (tmp_path / name for name in ("data.jsonl", "template", "head"))
@@ -55,7 +76,7 @@ def test_two_minutes_make_a_head_for_the_tiny_target(tmp_path: Path) -> None:
     texts = (document.text for document in build_corpus().train)
     pieces = [text[begin : begin + 600] for text in texts for begin in range(0, 1200, 600)]
     lines = []
-    for piece in [piece for piece in pieces if len(piece) == 600][:400]:
+    for piece in [piece for piece in pieces if len(piece) == 600][:160]:
         turns = [("user", piece[:150]), ("assistant", piece[150:])]
         messages = [{"role": role, "content": content} for role, content in turns]
         lines.append(json.dumps({"messages": messages}))

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -90,7 +91,7 @@ def check_report(out: Path, made: Job, outcome: Outcome) -> None:
 
 
 def test_what_cannot_be_trained_is_refused(
-    settings: JobSettings, target: str, tmp_path: Path
+    settings: JobSettings, target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(TrainingRefused, match=r"^draft_vocab: 9000, and the target has 64 tokens"):
         job(replace(settings, draft_vocab=9000), target).run()
@@ -98,6 +99,10 @@ def test_what_cannot_be_trained_is_refused(
         job(replace(settings, cache_gib=1e-7), target).run()
     with pytest.raises(TrainingRefused, match=r"^resume: .* has no run"):
         job(replace(settings, resume=True), target).run()
+    with monkeypatch.context() as patched:
+        patched.setitem(sys.modules, "ray.train", None)
+        with pytest.raises(TrainingRefused, match=r"^workers: several need lockstep\[train\]"):
+            job(replace(settings, workers=2), target).run()
     plain = save_target(tmp_path / "plain", template=None)
     with pytest.raises(TrainingRefused, match=r"no chat template.*--data"):
         job(replace(settings, data=None), plain).run()

@@ -54,7 +54,7 @@ import ray
 from ray.util import list_named_actors
 
 ray.init(log_to_driver=False)
-print(sorted(one["name"] for one in list_named_actors(all_namespaces=True)))
+print(sorted(actor["name"] for actor in list_named_actors(all_namespaces=True)))
 print(ray.available_resources().get("GPU", 0))
 """
 

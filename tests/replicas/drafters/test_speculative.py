@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from transformers import AutoConfig
 
 from replicas.config import ReplicaConfig, SpeculativeConfig
+from replicas.drafters.clover import CloverDrafter
 from replicas.drafters.eagle3 import Eagle3Drafter
 from replicas.drafters.model import ModelDrafter
 from replicas.drafters.one_pass import OnePassDrafter
@@ -19,7 +20,7 @@ from replicas.memory import check_memory
 from replicas.models.loader import resolve, resolve_device
 from replicas.pair import load_pair, read_pair
 from replicas.replica import Replica
-from tests.replicas import one_pass_heads
+from tests.replicas import clover_heads, one_pass_heads
 from tests.replicas.heads import layer_config, save_head
 
 
@@ -47,6 +48,14 @@ def block(tmp_path_factory: pytest.TempPathFactory) -> str:
     last = {"aux_hidden_state_layer_ids": [0, target.num_hidden_layers - 1]}
     whole = one_pass_heads.said("dspark", **sizes, **last)
     return one_pass_heads.save_one_pass(tmp_path_factory.mktemp("block"), target, whole)
+
+
+@pytest.fixture(scope="module")
+def clover(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A random Clover-2 head for it."""
+    target = AutoConfig.from_pretrained(resolve("tiny"))
+    whole = clover_heads.said(hidden_size=target.hidden_size, vocab_size=target.vocab_size)
+    return clover_heads.save_clover(tmp_path_factory.mktemp("clover"), target, whole)
 
 
 # ------------------------------------------------------------------------------ the setting
@@ -95,11 +104,12 @@ def test_where_nothing_is_said_drafts_go_with_the_target() -> None:
 # ------------------------------------------------------------------------------ the replica
 
 
-def test_a_replica_says_what_drafts_and_how_far(head: str, block: str) -> None:
+def test_a_replica_says_what_drafts_and_how_far(head: str, block: str, clover: str) -> None:
     for said, kind, told in (
         ({"method": "suffix", NUMBER: 3}, SuffixDrafter, ("suffix", "", 3, None)),
         ({"method": "eagle3", "model": head}, Eagle3Drafter, ("eagle3", head, 32, None)),
         ({"method": "dspark", "model": block}, OnePassDrafter, ("dspark", block, 4, None)),
+        ({"method": "clover", "model": clover}, CloverDrafter, ("clover", clover, 5, None)),
         ({"method": "none"}, type(None), ("", "", 0, None)),
         (
             {"method": "draft_model", "model": "tiny", NUMBER: 4, "adaptive": False},

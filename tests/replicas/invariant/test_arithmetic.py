@@ -17,7 +17,7 @@ from torch.nn.functional import linear
 
 from replicas.invariant import proof
 from replicas.invariant.ops import TILE, Arithmetic, can_prepack
-from replicas.models.layer_reading import computing_by
+from replicas.models.own_code.layer_reading import computing_by
 from replicas.models.paged_model import ForwardOptions
 from tests.replicas.built import Rows, built, uneven_model, with_massive_activations
 from tests.tiny_pairs import ARCHITECTURES, target_model

@@ -13,8 +13,8 @@ from transformers import Gemma3Config, Gemma3ForConditionalGeneration, LlamaConf
 
 from replicas.config import ReplicaConfig
 from replicas.errors import PairRefused
-from replicas.models.gguf_contents import GgufContents
 from replicas.models.loader import read_model
+from replicas.models.weights.gguf_contents import GgufContents
 from tests.replicas.families import _SIZES, FAMILIES
 from tests.tiny_pairs import SHAPE
 
@@ -100,7 +100,7 @@ def test_frequencies_of_a_file_are_those_of_the_model() -> None:
     rotary.inv_freq.div_(torch.tensor(factors))
     tokens = torch.arange(3, 60)[None]
     with torch.inference_mode():
-        got, expected = (one.eval()(input_ids=tokens).logits for one in (model, by_hand))
+        got, expected = (loaded.eval()(input_ids=tokens).logits for loaded in (model, by_hand))
     assert torch.allclose(got, expected, atol=1e-5)
     plain = LlamaForCausalLM(LlamaConfig(**SHAPE)).eval()
     plain.load_state_dict(model.state_dict())

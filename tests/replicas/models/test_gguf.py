@@ -19,8 +19,8 @@ from cluster.frontend.target_text import TargetText
 from replicas import names
 from replicas.config import ReplicaConfig
 from replicas.errors import PairRefused
-from replicas.models import gguf
 from replicas.models.loader import resolve
+from replicas.models.weights import gguf
 from replicas.pair import load_pair, read_pair
 from tests.cluster.fakes import EOS, VOCAB, tokenizer
 from tests.tiny_pairs import SHAPE

@@ -19,8 +19,8 @@ from replicas.invariant import host_attention
 from replicas.invariant.layout import RowGroup
 from replicas.kv_cache import LayerShape
 from replicas.models import paged_model
-from replicas.models.experts import ExpertProducts
-from replicas.models.layer_reading import layers_of
+from replicas.models.own_code.experts import ExpertProducts
+from replicas.models.own_code.layer_reading import layers_of
 from tests.replicas.built import Rows, built
 from tests.replicas.families import FAMILIES, WINDOW, family_model
 

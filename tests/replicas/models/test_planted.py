@@ -10,7 +10,7 @@ from transformers import AutoConfig, PreTrainedModel
 from cluster.local.engine import LocalEngine
 from replicas.config import ReplicaConfig, SpeculativeConfig
 from replicas.errors import PairRefused
-from replicas.models.planted import plant as plant_on, share_following
+from replicas.models.weights.planted import plant as plant_on, share_following
 from replicas.names import SHAPES, parse_planted
 from replicas.pair import load_pair
 from replicas.replica import Replica
@@ -32,7 +32,7 @@ def config(target: str, draft: str | None = "planted:tiny-draft", **more: object
 
 
 def plant(name: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    return plant_on(name, CPU, dtype, "sdpa", 0.7)
+    return plant_on(name, CPU, dtype, 0.7)
 
 
 @pytest.mark.long

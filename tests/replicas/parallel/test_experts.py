@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 
 from replicas.errors import PairRefused
-from replicas.models.experts import experts_of
-from replicas.models.layer_reading import computing_by
-from replicas.models.rank_weights import _divide_experts
+from replicas.models.own_code.experts import experts_of
+from replicas.models.own_code.layer_reading import computing_by
+from replicas.models.weights.rank_weights import _divide_experts
 from tests.replicas.families import family_model
 
 

@@ -109,6 +109,13 @@ def test_an_anchored_window_is_the_tightest_with_the_anchor(
     assert spread([row.length for row in taken]) <= min(map(spread, windows))
 
 
+@pytest.mark.parametrize("before", [0, 1, 2])
+def test_of_windows_that_are_as_tight_the_longest_rows_go(before: int) -> None:
+    lengths = [10 - 2 * at for at in range(1, before + 1)]
+    rows = ready_rows([10, *lengths, 12, 14], new=0)
+    assert sorted(row.length for row in take(rows, 3, 2, wait_rounds=2)) == [10, 12, 14]
+
+
 def _growth(name: str, rng: Random) -> int:
     if name == "random":
         return rng.choice([0, 0, 1])

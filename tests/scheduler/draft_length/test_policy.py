@@ -80,6 +80,22 @@ def test_a_slow_first_run_bans_no_draft_length(times: float, acceptance: float) 
     assert reached(pair, policy, rows, goodputs) >= 0.95 * max(goodputs)
 
 
+def test_where_no_draft_pays_single_tokens_are_tried() -> None:
+    """The cheapest way to see that acceptance comes back; longer drafts only for their times."""
+    pair = Pair(CHEAP, TARGET, acceptance=0.0)
+    policy, rows = policy_for(pair), rows_of(8)
+    pair.turn(policy, rows, 300)
+    tried = []
+    for _ in range(3000):
+        plan = policy.plan("r", rows, 1)
+        tried.append(plan.draft_len)
+        batch, result = pair.answer(rows, plan)
+        policy.observe(batch, result, answers(rows, result), None)
+    probes = [draft_len for draft_len in tried if draft_len]
+    assert len(probes) >= 10
+    assert probes.count(1) > 0.7 * len(probes)
+
+
 def test_a_request_that_pins_a_long_draft_does_not_hide_that_drafting_pays_again() -> None:
     pair = Pair(CHEAP, TARGET, acceptance=0.0)
     policy = policy_for(pair)

@@ -127,6 +127,22 @@ def test_of_a_replica_that_dies_all_rows_run_in_batches_of_the_root_of_their_num
     assert hand.records[name].kills == 1 or hand.finishes[name].reason is FinishReason.FAILED
 
 
+def test_rows_in_quarantine_are_filled_within_the_tokens_of_a_prefill_batch() -> None:
+    """Three may come, but two fill it."""
+    hand = Hand(rows_max=16, draft_len=0, steps_per_batch_max=1, prefill_tokens_max=20)
+    hand.join("r0")
+    for index in range(9):
+        hand.submit(f"q{index}", length=8)
+    while [len(batch.rows) for batch in hand.settle("r0")] != [9]:
+        hand.work(1, "r0")
+    hand.lose("r0")
+    hand.join("r1")
+    (batch,) = hand.in_flight("r1")
+    assert {hand.records[name].rows_limit for name in rows_of(batch)} == {3}
+    assert len(rows_of(batch)) == 2
+    assert sum(row.until for row in batch.prefill) <= 20
+
+
 def test_no_row_waits_long_for_a_prefill_that_failed_once() -> None:
     """The rows that run show that steps succeed; a prefill they cannot show."""
     hand = crowd(3)
@@ -198,6 +214,17 @@ def test_it_may_come_back_to_that_replica_once_it_has_gone_on_elsewhere(goes_on:
     hand.drain("s")
     hand.work(1, "s")
     assert [name for name in "rt" if hand.in_flight(name)] == ["r" if goes_on else "t"]
+
+
+def test_where_it_failed_before_it_went_on_counts_no_more_when_it_fails_again() -> None:
+    hand = crowd(1)
+    hand.join("s")
+    hand.fail(hand.in_flight()[0])
+    hand.work(2, "s")
+    assert not any(sequence.quarantined for sequence in hand.sequences())
+    hand.join("t")
+    hand.fail(hand.in_flight("s")[0])
+    assert [name for name in "rst" if hand.in_flight(name)] == ["r"]
 
 
 @pytest.mark.parametrize("by_batch", [True, False])

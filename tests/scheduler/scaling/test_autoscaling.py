@@ -93,6 +93,15 @@ def test_the_number_is_within_the_bounds_and_no_live_request_without_a_replica(
     assert least <= number <= config.max_replicas
 
 
+@given(configs(), loads, st.integers(0, 12), states, times)
+def test_few_start_at_once(
+    config: AutoscalingConfig, load: Load, wanted: int, state: ScalingState, now_s: float
+) -> None:
+    """However much there is to do: each of them loads a model. None serves in these statuses."""
+    number, _ = load.wanted(config, wanted, state, now_s)
+    assert number <= max(wanted, config.min_replicas, STARTING_MAX)
+
+
 @given(configs(), loads, loads, st.integers(0, 12), states, times)
 def test_more_load_never_wants_fewer_replicas(
     config: AutoscalingConfig,

@@ -18,7 +18,7 @@ from scheduler.messages import Finish, FinishReason, Request as PoolRequest, Sub
 from scheduler.scheduler import Scheduler
 
 PAGE = Path("docs/metrics.md")
-MADE = "tests.cluster.test_metrics -->\n"
+MADE = "tests.cluster.metrics.test_metrics -->\n"
 ANSWERED = CallRecord("a", "", "OK", 1, 3, 8, 5.0, 5.01, 5.1, 5.2, [])
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
 

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from replicas.invariant import Arithmetic, Product, RowFunction
-from replicas.models.experts import ExpertProducts, experts_of, keep_products
+from replicas.models.own_code.experts import ExpertProducts, experts_of, keep_products
 
 
 class OwnProducts:
@@ -94,11 +94,12 @@ class OwnProducts:
                 continue
             weight = getattr(module, "weight", None)
             arguments = inspect.signature(module.forward).parameters.values()
-            needed = [one for one in arguments if one.default is one.empty]
+            needed = [argument for argument in arguments if argument.default is argument.empty]
             if len(needed) != 1 or (weight is not None and weight.dim() > 1):
                 self.whole_vectors = True
                 continue
-            for width in inner if weight is None else {weight.shape[-1]}:
+            own = weight.shape if weight is not None else getattr(module, "normalized_shape", None)
+            for width in inner if own is None else {own[-1]}:
                 functions[type(module), width] = module
         self.rowwise = [(function, width) for (_, width), function in functions.items()]
 
@@ -172,7 +173,7 @@ def _table_of(rotary: nn.Module) -> RowFunction:
         positions = torch.arange(1000)[-x.shape[0] :]
         tables = rotary(x, positions[None])
         tables = [tables] if isinstance(tables, torch.Tensor) else tables
-        real = [torch.view_as_real(one) if one.is_complex() else one for one in tables]
-        return torch.cat([one.reshape(x.shape[0], -1) for one in real], -1)
+        real = [torch.view_as_real(table) if table.is_complex() else table for table in tables]
+        return torch.cat([table.reshape(x.shape[0], -1) for table in real], -1)
 
     return table

@@ -21,7 +21,7 @@ from pathlib import Path
 from huggingface_hub.utils import WeakFileLock  # type: ignore[attr-defined]
 
 from replicas.errors import PairRefused
-from replicas.models.gguf_contents import GgufContents, used_tensors
+from replicas.models.weights.gguf_contents import GgufContents, used_tensors
 from replicas.names import READERS
 
 _FORM = 2

@@ -18,7 +18,7 @@ from torch.nn.functional import linear, pad
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from replicas.invariant import Arithmetic, Product
-from replicas.models.current_pass import PASS
+from replicas.models.own_code.current_pass import PASS
 
 EXPERTS = "lockstep_experts"
 ON_DEVICE = "grouped_mm"

@@ -1,0 +1,31 @@
+"""Proves that a request which asks for another choice of tokens is known as such."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from scheduler.decoding import Decoding
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"logit_bias": ((3, 0.0),)},
+        {"repetition_penalty": 1.1},
+        {"frequency_penalty": -0.5},
+        {"presence_penalty": 0.5},
+        {"min_tokens": 1},
+        {"bad_words": ((3,),)},
+        {"grammar": "{}"},
+    ],
+    ids=lambda asked: next(iter(asked)),
+)
+def test_each_change_of_logits_is_known_by_itself(asked: dict[str, Any]) -> None:
+    assert Decoding(4, **asked).changes_logits is True
+
+
+@pytest.mark.parametrize("told", [{}, {"logprobs": 5}, {"prompt_logprobs": 0}])
+def test_what_is_only_told_changes_nothing(told: dict[str, Any]) -> None:
+    assert Decoding(4, **told).changes_logits is False
