@@ -61,7 +61,7 @@ def struck(directory: Path, trouble: int) -> list[int]:
 
 
 def _load(config: ReplicaConfig, directory: Path, step_s: float) -> TroubledReplica:
-    return TroubledReplica(directory, step_s, config.kv_blocks or 2000)
+    return TroubledReplica(directory, step_s, config.num_gpu_blocks_override or 2000)
 
 
 def troubled_loader(directory: Path, step_s: float) -> Callable[[ReplicaConfig], TroubledReplica]:

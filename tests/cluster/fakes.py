@@ -165,7 +165,7 @@ class _Row:
 
 
 def load_fake(config: ReplicaConfig, step_s: float = 0.0, prefill_s: float = 0.0) -> FakeReplica:
-    return FakeReplica(step_s, config.kv_blocks or 2000, prefill_s)
+    return FakeReplica(step_s, config.num_gpu_blocks_override or 2000, prefill_s)
 
 
 @cache
