@@ -237,7 +237,7 @@ def test_replicas_that_go_and_a_rolling_update_under_load_lose_nothing(
     def breathe_and_update() -> None:
         hosted.scale(1)
         before[:] = [hosted.wait_for_replicas(1, BOUND_S)]
-        hosted.deploy(settings(replicas=2, torch_threads=2))
+        hosted.deploy(settings(replicas=2, replica={"torch_threads": 2}))
         hosted.wait_for_replicas(2, BOUND_S)
 
     # Streams and unary calls of three lengths.
