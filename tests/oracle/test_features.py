@@ -18,7 +18,7 @@ from itertools import product
 
 import pytest
 
-from cluster.frontend.text import TextStream
+from cluster.frontend.text import TextRules, TextStream
 from cluster.local.engine import LocalEngine, Output
 from replicas.grammars import Grammars, grammar_of
 from scheduler.config import SchedulerConfig
@@ -215,7 +215,7 @@ def read(
     for number, (request, stop) in enumerate(zip(made, stops, strict=True)):
         if number < mates:
             engine.submit(others[number])
-        stream = TextStream(tokenizer(), request.prompt, [stop] if stop else [])
+        stream = TextStream(tokenizer(), request.prompt, TextRules((stop,) if stop else ()))
         received.append(Received(engine.submit(request), stream))
     batches, left = 0, list(zip(made, received, strict=True))
     while engine.advance():
