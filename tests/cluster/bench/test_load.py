@@ -86,7 +86,7 @@ async def test_an_open_loop_does_not_wait_for_answers_and_a_failure_is_one_reque
         records = await drive(over_grpc(client, make), Poisson(100.0), Extent(requests=8))
         assert [record.error for record in records].count("INVALID_ARGUMENT") == 1
         assert records[2].error == "INVALID_ARGUMENT"
-        assert "max_new_tokens" in summarise(records).said["INVALID_ARGUMENT"]
+        assert "maximum context length" in summarise(records).said["INVALID_ARGUMENT"]
         assert records[-1].sent_s < min(
             record.end_s or 0.0 for record in records if not record.error
         )

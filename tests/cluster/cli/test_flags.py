@@ -28,7 +28,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[ClusterConfig]:
     """The settings with which `lockstep serve` would have started."""
     configs: list[ClusterConfig] = []
 
-    def start(config: ClusterConfig, verbose: bool) -> int:
+    def start(config: ClusterConfig, verbose: bool, replace: bool) -> int:
         configs.append(config)
         return 0
 

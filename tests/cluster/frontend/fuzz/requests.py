@@ -147,6 +147,17 @@ RANGES: dict[str, Values] = {
     "input_ids": IDS,
     "kv_transfer_params": IDS.map(lambda ids: {"prompt_token_ids": ids}),
     "chat_template": st.just("{{ messages[0].content }}"),
+    "guided_json": st.just(SCHEMA),
+    "guided_regex": st.just(STRUCTURES[0]),
+    "guided_choice": st.just(["yes", "no"]),
+    "guided_grammar": st.just('start: "yes" | "no"'),
+    "json_schema": st.just(SCHEMA),
+    "regex": st.just(STRUCTURES[1]),
+    "ebnf": st.just('root ::= "yes" | "no"'),
+    "functions": st.just([TOOL["function"]]),
+    "function_call": st.sampled_from(["none", "auto"]),
+    "reasoning_effort": st.sampled_from(["none", "low", "high"]),
+    "thinking_token_budget": st.integers(1, 8),
 }
 RANGES |= {
     name: st.booleans()
@@ -155,6 +166,8 @@ RANGES |= {
         *("add_special_tokens", "return_token_strs", "include_stop_str_in_output"),
         *("skip_special_tokens", "return_tokens_as_token_ids"),
         *("add_generation_prompt", "continue_final_message"),
+        *("speculative_decoding_stats", "guided_json_object"),
+        *("enable_thinking", "include_reasoning"),
     )
 }
 RANGES |= dict.fromkeys(("user", "cache_salt"), TEXT)
@@ -162,6 +175,10 @@ RANGES |= {"stream_options": st.fixed_dictionaries({}, optional={"include_usage"
 """Sound values of each field of each request."""
 
 
+BOUND_BY = ("tools", "functions", "response_format", "structured_outputs")
+BOUND_BY += ("json_schema", "regex", "ebnf", "guided_json_object")
+BOUND_BY += ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
+"""Each says what the text must be."""
 NOT_WITH_A_STRUCTURE = ("ignore_eos", "committed_token_ids", "min_tokens", "bad_words")
 NOT_WITH_A_STRUCTURE += ("allowed_token_ids",)
 
@@ -187,7 +204,7 @@ def well_formed(kind: Kind) -> Values:
             taken(kind, fields)
         except InvalidRequest:
             return False
-        bound = sum(name in fields for name in ("tools", "response_format", "structured_outputs"))
+        bound = sum(name in fields for name in BOUND_BY)
         continued = bool(fields.get("committed_token_ids"))
         several = fields.get("n", 1) > 1 or isinstance(fields.get("prompt"), list)
         asked = fields.get("logprobs")
@@ -195,6 +212,9 @@ def well_formed(kind: Kind) -> Values:
             ("allowed_token_ids" in fields and "bad_words" in fields)
             or ("logprob_token_ids" in fields and asked in (None, False))
             or "chat_template" in fields
+            or "thinking_token_budget" in fields
+            or ("function_call" in fields and "functions" not in fields)
+            or ({"function_call", "tool_choice"} <= fields.keys())
             or (bound and any(fields.get(name) for name in NOT_WITH_A_STRUCTURE))
             or (continued and (several or "seed" not in fields or fields.get("max_tokens", 0) < 8))
             or (fields.get("tool_choice") == "required" and "tools" not in fields)
