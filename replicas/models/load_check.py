@@ -130,6 +130,9 @@ class LoadCheck:
         found: list[list[torch.Tensor]] = [[] for _ in trial.parts]
         for number, widths in enumerate(zip(*trial.parts, strict=True)):
             rows = [row for row, width in enumerate(widths) if width]
+            if not rows:
+                # The context has no room for so many.
+                continue
             ranges = [(done[row], done[row] + widths[row]) for row in rows]
             if number >= _STEPS_FROM:
                 starts = [begin for begin, _ in ranges]

@@ -50,7 +50,7 @@ async def test_what_outlasts_the_grace_ends_with_a_reason_and_a_place_to_go_on()
             assert (context.code, context.details) == (StatusCode.UNAVAILABLE, LEAVES)
             assert "lockstep-final" not in context.trailing
         *events, (last_id, error) = numbered(await streamed)
-    assert error["error"]["code"] == "UNAVAILABLE"
+    assert error["error"]["status"] == "UNAVAILABLE"
     had = [token for _, event in events for token in event["choices"][0]["token_ids"]]
     assert 0 < len(had) < 300
     async with frontend() as other:
@@ -117,4 +117,4 @@ async def test_while_replicas_fail_to_start_new_calls_end_with_the_reason(
         said.append((REASON, True))
         answer = await waits
         assert (answer.status, answer.error["message"]) == (503, REASON)
-        assert json.loads(answer.body)["error"]["code"] == "UNAVAILABLE"
+        assert json.loads(answer.body)["error"]["status"] == "UNAVAILABLE"

@@ -38,7 +38,7 @@ async def test_the_page_counts_what_was_answered() -> None:
         app = http_app(made.service)
         for _ in range(3):
             await post(app, "completions", prompt="x", max_tokens=8, stream=True)
-        await post(app, "completions", prompt="x", max_tokens=-1)
+        await post(app, "completions", prompt="x", temperature=-1)
         found: dict[str, float] = {}
 
         async def told() -> bool:
@@ -84,7 +84,7 @@ async def test_only_operators_and_without_keys_this_machine_see_it(
 async def test_the_page_shows_what_runs_and_no_text() -> None:
     async with frontend(step_s=0.02) as made:
         app = http_app(made.service)
-        asked = asyncio.create_task(post(app, "completions", prompt=PROMPT, max_tokens=64))
+        asked = asyncio.create_task(post(app, "completions", prompt=PROMPT, max_tokens=400))
         seen: dict[str, Any] = {}
 
         async def runs() -> bool:
@@ -96,7 +96,7 @@ async def test_the_page_shows_what_runs_and_no_text() -> None:
         [replica], [request] = seen["replicas"], seen["requests"]
         assert request["replica_id"] == replica["id"]
         assert request["prompt_tokens"] == len(PROMPT_IDS)
-        assert 0 < request["new_tokens"] <= request["new_tokens_max"] == 64
+        assert 0 < request["new_tokens"] <= request["new_tokens_max"] == 400
         newest, *_, oldest = seen["batches"]
         assert (oldest["kind"], newest["kind"]) == ("prefill", "speculate")
         assert newest["id"] > oldest["id"]

@@ -49,7 +49,7 @@ async def test_an_answer_that_has_not_begun_is_a_503_with_the_time_to_come_back(
     answer, ended = await through()
     assert (answer.status, ended) == (503, True)
     assert int(answer.headers["retry-after"]) >= 1
-    assert answer.error["code"] == "UNAVAILABLE"
+    assert answer.error["status"] == "UNAVAILABLE"
 
 
 async def test_a_stream_of_events_ends_with_one_that_says_how_to_go_on() -> None:
@@ -60,7 +60,7 @@ async def test_a_stream_of_events_ends_with_one_that_says_how_to_go_on() -> None
     # No id of its own: the last one stays that of the last whole event.
     assert events[:2] == ["id: a:0:1\ndata: {}", "dat"]
     said = json.loads(events[-1].removeprefix("data: "))["error"]
-    assert said["code"] == "UNAVAILABLE"
+    assert said["status"] == "UNAVAILABLE"
     assert "Last-Event-ID" in said["message"]
 
 
