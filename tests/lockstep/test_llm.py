@@ -236,7 +236,8 @@ def test_what_was_written_before_the_replica_broke_is_kept(monkeypatch: pytest.M
 def test_settings_have_the_names_of_other_servers_too() -> None:
     settings: Any = {"max_model_len": 64, "gpu_memory_utilization": 0.5, "tensor_parallel_size": 1}
     model = LLM("tiny", **TINY, **settings)
-    with pytest.raises(
+    said = "the maximum context length is 64 tokens, 72 were asked for"
+    with pytest.raises(InvalidRequest, match=said):
         InvalidRequest, match="the maximum context length is 64 tokens, 72 were asked for"
     ):
         model.generate(PROMPTS[:1], SamplingParams(max_tokens=65), progress=False)
