@@ -238,8 +238,6 @@ def test_settings_have_the_names_of_other_servers_too() -> None:
     model = LLM("tiny", **TINY, **settings)
     said = "the maximum context length is 64 tokens, 72 were asked for"
     with pytest.raises(InvalidRequest, match=said):
-        InvalidRequest, match="the maximum context length is 64 tokens, 72 were asked for"
-    ):
         model.generate(PROMPTS[:1], SamplingParams(max_tokens=65), progress=False)
     with pytest.raises(ConfigError, match="max_model_len: also given as context_len"):
         LLM("tiny", context_len=64, **settings)
