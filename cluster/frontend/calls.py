@@ -185,8 +185,11 @@ def check_call(call: GenerateCall, config: ClusterConfig, context_len: int) -> N
     """What can be said before tokenizing. Raises InvalidRequest, which names the field."""
     for prompt in call.prompts:
         check_prompt(prompt, config)
-    if call.max_new_tokens == 0 and call.prompt_logprobs is None:
-        raise InvalidRequest("max_new_tokens", "must be at least 1, is 0")
+    least = 0 if call.prompt_logprobs is not None else 1
+    if call.max_new_tokens is not None and call.max_new_tokens < least:
+        raise InvalidRequest(
+            "max_new_tokens", f"must be at least {least}, is {call.max_new_tokens}"
+        )
     if call.thinking_token_budget is not None and call.thinking_token_budget < 0:
         reason = f"must be at least 0, is {call.thinking_token_budget}"
         raise InvalidRequest("thinking_token_budget", reason)

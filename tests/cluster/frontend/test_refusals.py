@@ -46,6 +46,8 @@ GRPC: Rows = [
     ({"request_id": "y" * 129}, "request_id: 129 characters, at most 128 allowed"),
     ({"cache_salt": "y" * 129}, "cache_salt: 129 characters, at most 128 allowed"),
     ({"max_new_tokens": 0}, "max_new_tokens: must be at least 1, is 0"),
+    ({"max_new_tokens": -1}, "max_new_tokens: must be at least 1, is -1"),
+    ({"max_new_tokens": -1, "prompt_logprobs": 1}, "max_new_tokens: must be at least 0, is -1"),
     ({"temperature": math.nan}, "temperature: must be in [0, 1e+06], is nan"),
     ({"stop": ["a"] * 65}, "stop: 65 given, at most 64 allowed"),
     ({"stop": ["a" * 257]}, "stop: a string must have 1 to 256 characters, has 257"),
