@@ -66,7 +66,7 @@ def test_two_workers_compute_what_one_does_with_twice_the_batch(tmp_path: Path) 
     for _ in range(SETTINGS.steps - 1):
         one.step()
     # A Ray of its own, beside the one of other tests.
-    call = f"from tests.integration.{Path(__file__).stem} import *; train(Path({str(tmp_path)!r}))"
+    call = f"from {__name__} import *; train(Path({str(tmp_path)!r}))"
     environment = {**os.environ, "RAY_ADDRESS": "local", "PYTHONPATH": os.pathsep.join(sys.path)}
     subprocess.run([sys.executable, "-c", call], env=environment, check=True, timeout=600)
     two = trained(SETTINGS)
