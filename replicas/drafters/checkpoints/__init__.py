@@ -2,6 +2,7 @@
 
 from replicas.drafters.checkpoints.named import head_of, refuse_ranks
 from replicas.drafters.checkpoints.tensors import (
+    layer_tensors,
     load_tensors,
     no_storage,
     read_config,

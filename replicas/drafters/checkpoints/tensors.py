@@ -121,3 +121,22 @@ def _ids(
         if not torch.equal(known.to(torch.bool), marked):
             raise PairRefused("t2d does not mark the tokens that d2t leads to")
     return ids.to(device)
+
+
+def layer_tensors(
+    layer: str, width: int, queries: int, keys: int, inner: int
+) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of a decoder layer's weights, as Llama has them, behind the prefix `layer`;
+    `queries` and `keys`: the width of all heads."""
+    attention, mlp = layer + "self_attn.", layer + "mlp."
+    return {
+        layer + "input_layernorm.weight": (width,),
+        layer + "post_attention_layernorm.weight": (width,),
+        attention + "q_proj.weight": (queries, width),
+        attention + "k_proj.weight": (keys, width),
+        attention + "v_proj.weight": (keys, width),
+        attention + "o_proj.weight": (width, queries),
+        mlp + "gate_proj.weight": (inner, width),
+        mlp + "up_proj.weight": (inner, width),
+        mlp + "down_proj.weight": (width, inner),
+    }

@@ -8,6 +8,7 @@ from typing import Any
 
 from transformers import AutoConfig
 
+from replicas.drafters.checkpoints import layer_tensors
 from replicas.errors import PairRefused
 
 FIRST, LATER = "clover_head_mlp_rnn", "clover_head_mlp_rnn2"
@@ -58,18 +59,7 @@ class CloverConfig:
                 shapes[f"{block}.{letter}.bias"] = (width,)
         for number in range(self.num_hidden_layers):
             layer = f"layers.{number}."
-            attention, mlp = layer + "self_attn.", layer + "mlp."
-            shapes |= {
-                layer + "input_layernorm.weight": (width,),
-                layer + "post_attention_layernorm.weight": (width,),
-                attention + "q_proj.weight": (queries, width),
-                attention + "k_proj.weight": (keys, width),
-                attention + "v_proj.weight": (keys, width),
-                attention + "o_proj.weight": (width, queries),
-                mlp + "gate_proj.weight": (inner, width),
-                mlp + "up_proj.weight": (inner, width),
-                mlp + "down_proj.weight": (width, inner),
-            }
+            shapes |= layer_tensors(layer, width, queries, keys, inner)
         if self.own_embedding:
             shapes[EMBEDDING] = (self.vocab_size, width)
         if self.own_head:

@@ -18,6 +18,7 @@ from typing import Any
 
 from transformers import AutoConfig
 
+from replicas.drafters.checkpoints import layer_tensors
 from replicas.errors import PairRefused
 
 MASK = "mask_embedding"
@@ -83,19 +84,11 @@ class OnePassConfig:
         }
         for number in range(self.num_hidden_layers):
             layer = f"layers.{number}."
-            attention, mlp = layer + "self_attn.", layer + "mlp."
+            attention = layer + "self_attn."
+            shapes |= layer_tensors(layer, width, queries, keys, inner)
             shapes |= {
-                layer + "input_layernorm.weight": (width,),
-                layer + "post_attention_layernorm.weight": (width,),
-                attention + "q_proj.weight": (queries, width),
-                attention + "k_proj.weight": (keys, width),
-                attention + "v_proj.weight": (keys, width),
-                attention + "o_proj.weight": (width, queries),
                 attention + "q_norm.weight": (self.head_dim,),
                 attention + "k_norm.weight": (self.head_dim,),
-                mlp + "gate_proj.weight": (inner, width),
-                mlp + "up_proj.weight": (inner, width),
-                mlp + "down_proj.weight": (width, inner),
             }
             if self.layer.attention_bias:
                 shapes[attention + "q_proj.bias"] = (queries,)
