@@ -8,6 +8,7 @@ from typing import Any
 import ray
 from ray import serve
 from ray.cluster_utils import Cluster
+from ray.serve import RunTarget
 from ray.serve._private.common import DeploymentID
 from ray.serve.config import HTTPOptions, gRPCOptions
 from ray.serve.context import _get_global_client
@@ -83,11 +84,19 @@ class Held:
         return found.status.value, " ".join(said), states
 
     def deploy(self, plan: Plan) -> None:
+        """Returns when Serve says that it is done."""
+        self.change(plan, wait=True)
+
+    def change(self, plan: Plan, wait: bool = False) -> None:
         load, load_text = plan.load or app.load_replica, plan.load_text or TargetText.load
         application = app.build_app(plan.config, load, load_text)
         # As `ClusterRun` does it, but so that replicas can be told to come and go one by one.
         external = plan.config.autoscaling is None
-        serve.run(application, name=APP_NAME, route_prefix="/", external_scaler_enabled=external)
+        serve.run_many(
+            [RunTarget(application, APP_NAME, "/", external_scaler_enabled=external)],
+            wait_for_ingress_deployment_creation=wait,
+            wait_for_applications_running=wait,
+        )
 
     def _open_pool(self) -> None:
         config = self._plan.config

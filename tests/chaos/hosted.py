@@ -138,6 +138,19 @@ class HostedCluster:
         """Deploys another plan on the Ray and the ports that are there."""
         self._call("deploy", plan)
 
+    def change(self, number: int) -> None:
+        """Deploys settings of the plan that give no other tokens, as the number draws them; returns
+        while Serve rolls them out."""
+        replica = self.config.replica
+        given = replica.model_dump(exclude_unset=True)
+        if number % 2:
+            given["speculative_config"] = {"method": "suffix"}
+        frontend = self.config.frontend.model_copy(update={"coalesce_ms": 10.0 + number})
+        config = self.config.model_copy(
+            update={"replica": ReplicaConfig(**given), "frontend": frontend}
+        )
+        self._call("change", replace(self._plan, config=config))
+
     def declare(self, data: dict[str, Any]) -> None:
         """`serve deploy` with these settings; returns at once."""
         self._call("declare", data)
