@@ -1,9 +1,9 @@
 """Asks through the `openai` package until every answer is whole, as docs/clients.md says.
 
-python openai_continued.py BASE_URL THREADS, in the environment of that package. Each line of the input
-is a call, `{"id": ..., "body": {...}, "cancel_after_s": ...}`: streams go through the function of
-the page, others are asked again by the package itself. A line comes when a stream has begun, and
-one when a call has ended. The end of the input ends this process.
+python openai_continued.py BASE_URL THREADS, in the environment of that package. Each line of its
+input is a call, `{"id": ..., "body": {...}, "cancel_after_s": ...}`: streams go through the
+function of the page, others are asked again by the package itself. A line comes when a stream has
+begun, and one when a call has ended. The end of the input ends this process.
 """
 
 from __future__ import annotations

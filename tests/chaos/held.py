@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import time
 from typing import Any
 
 import ray
 from ray import serve
 from ray.cluster_utils import Cluster
+from ray.core.generated.autoscaler_pb2 import DrainNodeReason
 from ray.serve import RunTarget
 from ray.serve._private.common import DeploymentID
 from ray.serve.config import HTTPOptions, gRPCOptions
@@ -132,6 +134,13 @@ class Held:
     def lose_node(self, node_id: str) -> None:
         (node,) = (node for node in self._nodes.worker_nodes if node.node_id == node_id)
         self._nodes.remove_node(node, allow_graceful=False)
+
+    def drain_node(self, node_id: str, notice_s: float) -> None:
+        client = ray._raylet.GcsClient(address=self._nodes.address)
+        reason = DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
+        deadline_ms = int((time.time() + notice_s) * 1000)
+        accepted, why = client.drain_node(node_id, reason, "a test", deadline_ms)
+        assert accepted, why
 
     def stop(self) -> None:
         try:

@@ -172,6 +172,10 @@ class HostedCluster:
         """SIGKILL to all that runs on a worker node."""
         self._call("lose_node", node_id)
 
+    def drain_node(self, node_id: str, notice_s: float) -> None:
+        """Tells Ray that a node goes after so long, as a spot machine does."""
+        self._call("drain_node", node_id, notice_s)
+
     def add_node(self) -> None:
         """One more worker node."""
         self._call("add_node")

@@ -118,9 +118,12 @@ async def _load(
         while time.monotonic() - start_s < seconds:
             ask = mix.draw()
             if over_http is not None and takes(ask):
-                outcomes.append(await over_http.put(ask))
+                outcome = await over_http.put(ask)
             else:
-                outcomes.append(await put(over_grpc, ask))
+                outcome = await put(over_grpc, ask)
+            outcomes.append(outcome)
+            if outcome.verdict() not in GOOD:
+                say(f"{phase.name}, second {time.monotonic() - start_s:.0f}: {outcome.sentence()}")
 
     async def tell() -> None:
         minute = 0
