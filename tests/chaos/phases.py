@@ -49,7 +49,7 @@ class Phase:
     def retry(self) -> RetryPolicy:
         """The cluster alone must hide what is behind its door; only the client what is the door."""
         behind = all(strike.kind in SERVER_KINDS for strike in self.strikes)
-        return NO_RETRY if behind else RetryPolicy(give_up_s=100.0, attempts_max=1000)
+        return NO_RETRY if behind else RetryPolicy(give_up_s=200.0, attempts_max=1000)
 
 
 def fake_phase(rng: Random, seconds: float, kinds: Sequence[Kind], shards: int = 1) -> Phase:
