@@ -138,6 +138,11 @@ class HostedCluster:
         """Deploys another plan on the Ray and the ports that are there."""
         self._call("deploy", plan)
 
+    def ray_address(self) -> str:
+        """By which others join its Ray."""
+        address: str = self._call("ray_address")
+        return address
+
     def change(self, number: int) -> None:
         """Deploys settings of the plan that give no other tokens, as the number draws them; returns
         while Serve rolls them out."""
