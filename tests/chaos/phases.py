@@ -52,7 +52,9 @@ class Phase:
         return NO_RETRY if behind else RetryPolicy(give_up_s=200.0, attempts_max=1000)
 
 
-def fake_phase(rng: Random, seconds: float, kinds: Sequence[Kind], shards: int = 1) -> Phase:
+def fake_phase(
+    rng: Random, seconds: float, kinds: Sequence[Kind], shards: int = 1, slower: float = 1.0
+) -> Phase:
     """Three fakes: much in flight, quick to come back."""
     config = cluster_config(
         replicas=3,
@@ -65,11 +67,13 @@ def fake_phase(rng: Random, seconds: float, kinds: Sequence[Kind], shards: int =
     plan = Plan(config, partial(load_fake, step_s=0.03, prefill_s=0.02), load_fake_text)
     text = load_fake_text(config.replica)
     bases = fake_bases(draw_prompts(rng, text, PROMPTS))
-    strikes = draw_strikes(rng, seconds, (3.0, 8.0), kinds)
+    strikes = draw_strikes(rng, seconds, (3.0 * slower, 8.0 * slower), kinds)
     return Phase("fakes", plan, bases, text, 32, strikes)
 
 
-def real_phase(rng: Random, seconds: float, kinds: Sequence[Kind], directory: Path) -> Phase:
+def real_phase(
+    rng: Random, seconds: float, kinds: Sequence[Kind], directory: Path, slower: float = 1.0
+) -> Phase:
     """Two replicas with the tiny random pair; answers were generated alone, one token a step."""
     from tests.integration.pairs import pair_settings, write_pair
 
@@ -80,7 +84,7 @@ def real_phase(rng: Random, seconds: float, kinds: Sequence[Kind], directory: Pa
     text = TargetText.load(config.replica)
     prompts = draw_prompts(rng, text, REAL_PROMPTS)
     bases = real_bases(config, prompts, draw_samplings(rng, REAL_PROMPTS))
-    strikes = draw_strikes(rng, seconds, (4.0, 8.0), kinds)
+    strikes = draw_strikes(rng, seconds, (4.0 * slower, 8.0 * slower), kinds)
     return Phase("real pair", Plan(config), bases, text, 16, strikes)
 
 
@@ -169,20 +173,22 @@ def run_all(
     kinds: Sequence[Kind],
     say: Callable[[str], None],
     shards: int = 1,
+    slower: float = 1.0,
 ) -> list[dict[str, Any]]:
     """The phases of a run, one after the other; each draws from a generator of its own.
 
-    The fakes are in so many shards, the real pair in one.
+    The fakes are in so many shards, the real pair in one. `slower`: so many times the pauses
+    between strikes, in which a machine that is idle heals.
     """
     figures = []
     with tempfile.TemporaryDirectory() as directory:
         if real_share > 0:
             rng, part_s = Random(f"{seed}/real"), seconds * real_share
-            phase = real_phase(rng, part_s, kinds, Path(directory))
+            phase = real_phase(rng, part_s, kinds, Path(directory), slower)
             figures.append(run_phase(phase, rng, part_s, say))
         if real_share < 1:
             rng, part_s = Random(f"{seed}/fakes"), seconds * (1 - real_share)
-            phase = fake_phase(rng, part_s, kinds, shards)
+            phase = fake_phase(rng, part_s, kinds, shards, slower)
             figures.append(run_phase(phase, rng, part_s, say))
     return figures
 
