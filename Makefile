@@ -45,8 +45,10 @@ serve: $(SETUP)  ## the same cluster, up until Ctrl-C
 STEPS := tests/replicas
 SCHEDULES := tests/oracle tests/scheduler tests/sim
 KILLS := tests/integration/failures
-FAST = 'steps: $(STEPS) -m "not ($(1))"' 'schedules: $(SCHEDULES) -m "not ($(1))"' \
-	'cluster: tests/cluster -m "not ($(1))"' \
+EDGES := tests/cluster/frontend
+FAST = 'edges: $(EDGES) -m "not ($(1))"' 'steps: $(STEPS) -m "not ($(1))"' \
+	'schedules: $(SCHEDULES) -m "not ($(1))"' \
+	'cluster: --ignore=$(EDGES) tests/cluster -m "not ($(1))"' \
 	'rest: $(addprefix --ignore=,$(STEPS) $(SCHEDULES) tests/cluster) -m "not (ray or $(1))"'
 PARTS = $(BIN)/python -m tests.progress --left-out
 
