@@ -35,7 +35,7 @@ def main() -> int:
     )
     parser.add_argument("--shards", type=int, default=1, help="pools that share the fakes")
     parser.add_argument(
-        "--slower", type=float, default=1.0, help="times the pauses, where the machine is busy"
+        "--slower", type=float, default=1.0, help="times pauses and patience: a busy machine"
     )
     parser.add_argument("--json", type=Path, help="write the figures here")
     args = parser.parse_args()

@@ -19,7 +19,7 @@ from tests.chaos.answers import Base, fake_bases, real_bases
 from tests.chaos.hosted import HostedCluster, Plan, cluster_config
 from tests.chaos.http_load import HttpClient, http_client, takes
 from tests.chaos.kills import SERVER_KINDS, Kind, Strike, Striker, draw_strikes
-from tests.chaos.load import GOOD, Outcome, Verdict, longest_silence_s, put
+from tests.chaos.load import ANSWER_S_MAX, GOOD, Outcome, Verdict, longest_silence_s, put
 from tests.chaos.memory import Memory
 from tests.chaos.mix import Mix, draw_prompts, draw_samplings
 from tests.cluster.fakes import load_fake, load_fake_text
@@ -44,12 +44,14 @@ class Phase:
     text: TargetText
     in_flight: int
     strikes: Sequence[Strike]
+    slower: float = 1.0
+    """How many times as long as on a machine with nothing else to do all may take."""
 
     @property
     def retry(self) -> RetryPolicy:
         """The cluster alone must hide what is behind its door; only the client what is the door."""
         behind = all(strike.kind in SERVER_KINDS for strike in self.strikes)
-        return NO_RETRY if behind else RetryPolicy(give_up_s=200.0, attempts_max=1000)
+        return NO_RETRY if behind else RetryPolicy(give_up_s=100.0 * self.slower, attempts_max=1000)
 
 
 def fake_phase(
@@ -68,7 +70,7 @@ def fake_phase(
     text = load_fake_text(config.replica)
     bases = fake_bases(draw_prompts(rng, text, PROMPTS))
     strikes = draw_strikes(rng, seconds, (3.0 * slower, 8.0 * slower), kinds)
-    return Phase("fakes", plan, bases, text, 32, strikes)
+    return Phase("fakes", plan, bases, text, 32, strikes, slower)
 
 
 def real_phase(
@@ -85,7 +87,7 @@ def real_phase(
     prompts = draw_prompts(rng, text, REAL_PROMPTS)
     bases = real_bases(config, prompts, draw_samplings(rng, REAL_PROMPTS))
     strikes = draw_strikes(rng, seconds, (4.0 * slower, 8.0 * slower), kinds)
-    return Phase("real pair", Plan(config), bases, text, 16, strikes)
+    return Phase("real pair", Plan(config), bases, text, 16, strikes, slower)
 
 
 def run_phase(
@@ -99,7 +101,7 @@ def run_phase(
         memory = Memory(hosted)
         with striker.striking(phase.strikes), memory.sampled():
             outcomes = asyncio.run(_load(hosted, phase, mix, seconds, striker, say))
-        left = _left_over(hosted)
+        left = _left_over(hosted, phase.slower)
     if phase.strikes and not striker.struck:
         left += "no strike has hit anything"
     figures = summary(outcomes, striker.struck, left)
@@ -115,16 +117,16 @@ async def _load(
     striker: Striker,
     say: Callable[[str], None],
 ) -> list[Outcome]:
-    start_s = time.monotonic()
+    start_s, bound_s = time.monotonic(), ANSWER_S_MAX * phase.slower
     outcomes: list[Outcome] = []
 
     async def one_after_the_other(over_grpc: AsyncClient, over_http: HttpClient | None) -> None:
         while time.monotonic() - start_s < seconds:
             ask = mix.draw()
             if over_http is not None and takes(ask):
-                outcome = await over_http.put(ask)
+                outcome = await over_http.put(ask, bound_s)
             else:
-                outcome = await put(over_grpc, ask)
+                outcome = await put(over_grpc, ask, bound_s)
             outcomes.append(outcome)
             if outcome.verdict() not in GOOD:
                 say(f"{phase.name}, second {time.monotonic() - start_s:.0f}: {outcome.sentence()}")
@@ -156,11 +158,11 @@ def _listed(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{count} {name}" for name, count in sorted(counts.items())) or "none"
 
 
-def _left_over(hosted: HostedCluster) -> str:
+def _left_over(hosted: HostedCluster, slower: float) -> str:
     """What should not be there once all requests have ended; empty if nothing is."""
     try:
-        hosted.wait_for_replicas(hosted.config.replicas, _REPLICAS_S)
-        hosted.wait_until_idle(_IDLE_S)
+        hosted.wait_for_replicas(hosted.config.replicas, _REPLICAS_S * slower)
+        hosted.wait_until_idle(_IDLE_S * slower)
     except AssertionError as error:
         return str(error)
     return ""
@@ -178,7 +180,7 @@ def run_all(
     """The phases of a run, one after the other; each draws from a generator of its own.
 
     The fakes are in so many shards, the real pair in one. `slower`: so many times the pauses
-    between strikes, in which a machine that is idle heals.
+    between strikes, and the patience.
     """
     figures = []
     with tempfile.TemporaryDirectory() as directory:
