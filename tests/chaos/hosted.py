@@ -32,7 +32,7 @@ from protos import lockstep_pb2 as pb
 from replicas.config import ReplicaConfig
 from tests.free_ports import free_port
 
-START_S = 240.0
+START_S = 600.0
 _CALL_S = 120.0
 _ROOT = Path(__file__).resolve().parents[2]
 
