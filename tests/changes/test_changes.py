@@ -178,9 +178,15 @@ def rolled(data: dict[str, Any]) -> Callable[[str, str, States], bool]:
     return lambda status, _why, states: status == "RUNNING" and states == wanted
 
 
+def serving(hosted: HostedCluster) -> set[int]:
+    """The processes of replicas and frontends; a pool that nobody needs any more goes by itself."""
+    kinds = ("replica", "frontend")
+    return {process.pid for kind in kinds for process in hosted.processes(kind)}
+
+
 def change(hosted: HostedCluster, data: dict[str, Any]) -> None:
     """Deploy it, and wait until nothing of what was before is left."""
-    before = {process.pid for kind in ("replica", "frontend") for process in hosted.processes(kind)}
+    before = serving(hosted)
     hosted.declare(data)
     until(lambda: not before & {process.pid for process in hosted.processes()})
     hosted.wait_for_state(rolled(data), BOUND_S)
@@ -242,13 +248,13 @@ def test_lockstep_serve_takes_the_place_of_no_application_that_it_did_not_make(
     data = shipped.changed(1)
     hosted.declare(data)
     hosted.wait_for_state(rolled(data), BOUND_S)
-    before = hosted.processes()
+    before = serving(hosted)
     server = hosted.config.server
     ports = ["--http-port", server.http_port, "--grpc-port", server.grpc_port]
     command = [sys.executable, "-m", "cluster.cli.main", "serve", "tiny", "--device", "cpu", *ports]
     ran = subprocess.run(
         list(map(str, command)),
-        env=os.environ | {"RAY_ADDRESS": hosted.ray_address()},
+        env=os.environ | {"RAY_ADDRESS": hosted.ray_address(), "RAY_AUTH_MODE": "token"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -257,7 +263,7 @@ def test_lockstep_serve_takes_the_place_of_no_application_that_it_did_not_make(
     assert ran.returncode == 1, ran.stdout
     assert "it stays as it is. --replace takes its place" in ran.stdout
     assert "Traceback" not in ran.stdout
-    assert hosted.processes() == before
+    assert serving(hosted) == before
 
 
 def test_without_a_place_for_a_second_replica_each_call_is_answered_or_told_when_to_come_back(
