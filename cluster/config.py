@@ -122,6 +122,13 @@ class ServerConfig(_Settings):
         description="Unknown names in HTTP bodies: they have no effect and are told of in the "
         "answer's header x-lockstep-ignored, or the request is refused.",
     )
+    return_tokens_as_token_ids: bool = Field(
+        False,
+        description="Log-probabilities name a token by its id, as requests may ask for themselves.",
+    )
+    enable_force_include_usage: bool = Field(
+        False, description="Each event of a stream has the usage so far, asked for or not."
+    )
     root_path: str = Field(
         "",
         pattern="^(/[^/]+)*$",
