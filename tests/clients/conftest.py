@@ -25,6 +25,7 @@ from tests.serving import lockstep_serve
 
 ROOT = Path(__file__).parents[2]
 CLIENTS = ROOT / ".venv-clients" / "bin"
+WRAPPERS = ROOT / ".venv-wrappers" / "bin"
 NAME = "tiny-chat"
 CLIENT_S = 400.0
 
@@ -80,6 +81,7 @@ def run(tmp_path: Path) -> Run:
     environment |= {"HF_HOME": str(tmp_path / "hf"), "COLUMNS": "120"}
 
     def run(name: str, *arguments: str | Path, offline: bool = False, given: str = "") -> str:
+        """`name`: of a client of `all.txt`, or a path."""
         found = shutil.which(name, path=f"{CLIENTS}:{os.environ['PATH']}")
         assert found is not None, f"{name} is not installed: make test-clients"
         done = subprocess.run(

@@ -80,7 +80,7 @@ PARAMETERS: Mapping[str, Parameter] = {
     ),
     "documents": _supported("texts for the chat template"),
     "suffix": _refused("no text is filled in", ""),
-    "prompt_embeds": _refused("send a text or token ids"),
+    "prompt_embeds": _refused("send a text or token ids", []),
     "input_ids": _supported("the prompt's tokens; no template is rendered"),
     "prediction": _refused("drafts need no hint"),
     "audio": _refused("no sound is made"),
@@ -98,7 +98,7 @@ PARAMETERS: Mapping[str, Parameter] = {
     "use_audio_in_video": _free("for images and sound, which are refused"),
     # ---------------------------------------------------------------- how many, how long
     "n": _supported("choices; choice j has the seed `seed` + j"),
-    "best_of": _refused("send `n` and choose", 1),
+    "best_of": _refused("send `n` and choose", 0, 1),
     "max_tokens": _supported("the most new tokens; completions 16, chat up to the context's end"),
     "max_completion_tokens": _supported("the same, and counts where both are given"),
     "n_predict": _refused("send `max_tokens`"),
