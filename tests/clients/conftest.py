@@ -80,7 +80,9 @@ def run(tmp_path: Path) -> Run:
     environment = {name: value for name, value in os.environ.items() if name not in ours}
     environment |= {"HF_HOME": str(tmp_path / "hf"), "COLUMNS": "120"}
 
-    def run(name: str, *arguments: str | Path, offline: bool = False, given: str = "") -> str:
+    def run(
+        name: str | Path, *arguments: str | Path, offline: bool = False, given: str = ""
+    ) -> str:
         """`name`: of a client of `all.txt`, or a path."""
         found = shutil.which(name, path=f"{CLIENTS}:{os.environ['PATH']}")
         assert found is not None, f"{name} is not installed: make test-clients"
