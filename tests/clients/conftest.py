@@ -79,6 +79,8 @@ def run(tmp_path: Path) -> Run:
     ours = ("PYTHONPATH", "HF_HUB_OFFLINE")
     environment = {name: value for name, value in os.environ.items() if name not in ours}
     environment |= {"HF_HOME": str(tmp_path / "hf"), "COLUMNS": "120"}
+    # litellm would ask its own site for the prices of models.
+    environment["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
 
     def run(
         name: str | Path, *arguments: str | Path, offline: bool = False, given: str = ""
