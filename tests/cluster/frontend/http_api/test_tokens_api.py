@@ -10,6 +10,7 @@ import asyncio
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,17 @@ async def test_tools_count_in_a_prompt_also_where_no_form_of_calls_is_known() ->
             for more in ({}, {"tools": [TOOL]})
         ]
         assert counts[0] == counts[1], "the template tells of no tools"
+
+
+async def test_a_checkout_that_is_not_installed_serves_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def unknown(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr("importlib.metadata.version", unknown)
+    async with http_frontend(replicas=0, text=TEXT) as app:
+        assert (await http(app, path="/version")).json["version"] == "0+source"
 
 
 async def test_special_tokens_tools_and_options_of_the_template() -> None:
