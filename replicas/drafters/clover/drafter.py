@@ -141,7 +141,7 @@ class CloverSource(DraftSource):
         if not hasattr(target.base_model, "layers"):
             raise PairRefused(f"{type(target).__name__} has no layers of that name to look behind")
         sizes, on_host = ModelShape.of(self.head.config), computes_on_host(config, target.device)
-        cache = cache_of(sizes.attention, config, plan.kv_blocks, plan.pair.context_len, target)
+        cache = cache_of(sizes.attention, config, plan.cache_blocks, plan.pair.context_len, target)
         backend = attention_over(cache, Arithmetic(), on_host)
         lm_head = target.get_output_embeddings().weight.detach()
         return CloverDrafter(CloverLayers(self.head, lm_head, backend, plan.prepack), self.name)

@@ -172,7 +172,7 @@ class HeadSource(DraftSource):
 
     def drafter(self, target: PreTrainedModel, config: ReplicaConfig, plan: MemoryPlan) -> Drafter:
         sizes, device = ModelShape.of(self.head.config), target.device
-        cache = cache_of(sizes.attention, config, plan.kv_blocks, plan.pair.context_len, target)
+        cache = cache_of(sizes.attention, config, plan.cache_blocks, plan.pair.context_len, target)
         backend = attention_over(cache, Arithmetic(), computes_on_host(config, device))
         embeddings = target.get_input_embeddings().weight.detach()
         layer = HeadLayer(self.head, embeddings, backend, plan.prepack)

@@ -142,7 +142,7 @@ class OnePassSource(DraftSource):
 
     def drafter(self, target: PreTrainedModel, config: ReplicaConfig, plan: MemoryPlan) -> Drafter:
         sizes, on_host = ModelShape.of(self.head.config), computes_on_host(config, target.device)
-        cache = cache_of(sizes.attention, config, plan.kv_blocks, plan.pair.context_len, target)
+        cache = cache_of(sizes.attention, config, plan.cache_blocks, plan.pair.context_len, target)
         matrices = (target.get_input_embeddings(), target.get_output_embeddings())
         embeddings, lm_head = (matrix.weight.detach() for matrix in matrices)
         layers = OnePassLayers(self.head, embeddings, lm_head, cache, plan.prepack)
