@@ -20,6 +20,10 @@ beside it. At least what one step with the most draft tokens writes."""
 _TABLES_MOST = 8
 """Each table costs index arithmetic in every pass."""
 
+_Seen = tuple[int | None, int | None]
+"""Window and chunk."""
+_ALL: _Seen = (None, None)
+
 
 @dataclass(frozen=True, slots=True)
 class BlockGroup:
@@ -80,14 +84,14 @@ def divided_into_groups(
     """
     one = one_group(layers)
     of_stores = stores(layers)
-    numbers = {(layer.kv_heads, layer.width) for layer in of_stores}
-    if len(numbers) > 1:
-        return one
-    kinds: dict[tuple[int | None, int | None], list[int]] = {}
+    kinds: dict[_Seen, list[int]] = {}
     for store, seen in enumerate(_seen(layers)):
         kinds.setdefault(seen, []).append(store)
-    if beside and (None, None) not in kinds:
-        kinds[None, None] = []
+    widths = {(layer.kv_heads, layer.width) for layer in of_stores}
+    if len(widths) > 1 or kinds.keys() == {_ALL}:
+        return one
+    if beside:
+        kinds.setdefault(_ALL, [])
     blocks = -(-context_len // block_size)
     kv_numbers = of_stores[0].kv_numbers
 
@@ -96,7 +100,7 @@ def divided_into_groups(
         return (slots * kv_numbers + beside) * blocks_taken(counted(groups, block_size), blocks)
 
     best = one
-    ordered = sorted(kinds.items(), key=lambda kind: kind[0] != (None, None))
+    ordered = sorted(kinds.items(), key=lambda kind: kind[0] != _ALL)
     for slots in range(len(of_stores), 0, -1):
         groups = tuple(
             BlockGroup(tuple(own[first : first + slots]), *seen)
@@ -108,12 +112,12 @@ def divided_into_groups(
     return best
 
 
-def _seen(layers: Sequence[LayerShape]) -> list[tuple[int | None, int | None]]:
-    """Window and chunk of each store: none where its readers differ."""
-    readers: dict[int, set[tuple[int | None, int | None]]] = {}
+def _seen(layers: Sequence[LayerShape]) -> list[_Seen]:
+    """What the readers of each store see: all, where they differ."""
+    readers: dict[int, set[_Seen]] = {}
     for layer in layers:
         readers.setdefault(layer.store, set()).add((layer.window, layer.chunk))
-    return [seen.pop() if len(seen) == 1 else (None, None) for _, seen in sorted(readers.items())]
+    return [seen.pop() if len(seen) == 1 else _ALL for _, seen in sorted(readers.items())]
 
 
 def counted(groups: BlockGroups, block_size: int) -> KvGroups:
