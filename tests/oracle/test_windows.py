@@ -13,6 +13,8 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
 from benchmarks.shared.oracle import OracleDrafter
 from cluster.local.engine import LocalEngine
@@ -32,7 +34,7 @@ from tests.replicas.kv_cache.windowed import (
     windowed_pair,
     windowed_replica,
 )
-from tests.replicas.pool import Failing, prompt
+from tests.replicas.pool import Client, Failing, prompt
 from tests.tiny_pairs import VOCAB
 
 KINDS = ("gemma3_text", "gpt_oss")
@@ -112,6 +114,16 @@ def test_a_batch_that_fails_in_a_later_step_is_undone() -> None:
     assert failing.failed > 3
 
 
+def test_a_batch_has_as_many_steps_as_it_has_room_for() -> None:
+    """64 tokens behind the window; the pool asks for more."""
+    request, tokens = answered("gemma3_text")[1]
+    client = Client(drafting_replica("gemma3_text"))
+    client.prefill(new=len(tokens), r=list(request.prompt))
+    assert client.steps(k=8, n=32).steps == 64 // 9
+    assert client.new_tokens("r") == tokens[: len(client.new_tokens("r"))]
+    client.replica.release(["r"])
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_another_replica_goes_on_where_one_has_died(kind: str) -> None:
     """With all that was committed as its content, in whatever blocks."""
@@ -154,8 +166,8 @@ def test_a_shared_beginning_is_found_while_its_window_is_there_and_else_computed
     found = []
     for number in range(3):
         asked = (*system, *prompt(70, 20 + number))
-        if number == 2:  # another text takes the blocks
-            engine.generate([Request("other", tuple(prompt(200, 8)), 50)])
+        if number == 2:  # other texts take the blocks
+            engine.generate([Request(f"o{seed}", tuple(prompt(200, seed)), 9) for seed in range(3)])
         (output,) = engine.generate([Request(f"q{number}", asked, 12)])
         assert output.tokens == plain_greedy(windowed_model(kind), asked, 12)
         found.append(output.usage.cached_tokens)
@@ -201,6 +213,8 @@ def test_logits_of_a_content_are_those_of_a_row() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_ranks_give_the_tokens_of_one(kind: str, tmp_path: Path) -> None:
     windowed_model(kind).save_pretrained(tmp_path)
+    words = Tokenizer(models.WordLevel({f"w{token}": token for token in range(VOCAB)}))
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path)
     config = ReplicaConfig(
         target=str(tmp_path),
         speculative_config={"method": "suffix"},
