@@ -46,8 +46,8 @@ class PoolConfig(_Settings):
         120.0,
         gt=0,
         description="Silence of the pool after which requests end as UNAVAILABLE. Ray notices a "
-        "lost node after 15 s and then starts the pool elsewhere; on a machine that is busy the "
-        "start may take another half a minute.",
+        "lost node after 5 to 20 s and then starts the pool elsewhere; on a machine that is busy "
+        "the start may take another half a minute.",
     )
     lease_s: float = Field(
         3.0,
