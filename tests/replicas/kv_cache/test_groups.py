@@ -33,7 +33,7 @@ PASS = 40
 """Tokens of a prefill pass."""
 GROUPS = (BlockGroup((0,)), BlockGroup((1,), window=10), BlockGroup((2,), chunk=12))
 COUNTED = counted(GROUPS, BLOCK)
-USABLE = 160
+USABLE = 240
 BLOCKS = USABLE + blocks_of_a_pass(GROUPS, BLOCK, PASS)
 CONTENTS = [[1] * 150, [1] * 60 + [2] * 90, [1] * 33 + [3] * 40, [2] * 120, [1] * 20, [4] * 3]
 
@@ -68,7 +68,7 @@ class Lives:
         return Chain((), "", BLOCK).keys(self.content[name], blocks)
 
     def room(self, name: str) -> int:
-        return -(-len(self.content[name]) // BLOCK) + 3
+        return -(-(len(self.content[name]) + AHEAD) // BLOCK)
 
     def reserved(self) -> int:
         return sum(blocks_taken(COUNTED, self.room(name)) for name in self.content)
@@ -122,6 +122,7 @@ class Lives:
             return
         start = len(content) - 1
         self.write(name, start, start + drafts + 1)
+        self.check(name)
         room = self.room(name)
         for token in range(min(kept, drafts) + 1):
             content.append(7 + token % 3)
@@ -146,7 +147,7 @@ class Lives:
         self.sees(name, self.valid[name])
 
     def check(self, name: str) -> None:
-        """Between passes a sequence has no more blocks than are counted for it."""
+        """Between passes, and in a batch of steps, it has no more blocks than are counted."""
         self.blocks.check_integrity()
         held = int((self.blocks.table([name], CPU)[0] != SCRAP_BLOCK).sum())
         assert held <= blocks_taken(COUNTED, self.room(name))
@@ -162,7 +163,9 @@ class Lives:
 
 
 moves = st.lists(
-    st.tuples(st.sampled_from("abcd"), st.integers(0, 9), st.integers(0, 40), st.integers(0, 40)),
+    st.tuples(
+        st.sampled_from("abcd"), st.integers(0, 9), st.integers(0, AHEAD), st.integers(0, AHEAD)
+    ),
     max_size=40,
 )
 
