@@ -11,17 +11,25 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    GptOssConfig,
+    GptOssForCausalLM,
+    PreTrainedModel,
+)
 
 from replicas.config import ReplicaConfig
 from replicas.errors import PairRefused
 from replicas.models.loader import load_config, read_model
-from tests.replicas.families import family_model
+from tests.replicas.families import _SIZES, FAMILIES, family_model
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 16, "desc_act": False, "sym": False}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 16, "zero_point": True, "version": "gemm"}
 AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
 """The columns in a whole number of AWQ's, from its lowest bits on."""
+FOUR_BITS = [sign * size for sign in (1, -1) for size in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)]
+"""The numbers of MXFP4."""
 
 
 def read(path: Path) -> PreTrainedModel:
@@ -133,6 +141,33 @@ def test_packed_experts_have_their_places(tmp_path: Path) -> None:
     assert torch.equal(experts.down_proj[3], expected[f"{at}down_proj.weight"].float())
     gate, up = (expected[f"{at}{part}_proj.weight"].float() for part in ("gate", "up"))
     assert torch.equal(experts.gate_up_proj[3], torch.cat((gate, up)))
+
+
+def test_gpt_oss_experts_of_four_bits_are_those_of_the_equation(tmp_path: Path) -> None:
+    """MXFP4, as its makers publish it: two numbers in a byte, a power of two for 32 inputs."""
+    sizes = {**_SIZES, **FAMILIES["gpt_oss"], "intermediate_size": 64}
+    GptOssForCausalLM(GptOssConfig(**sizes)).save_pretrained(tmp_path)
+    file, name = tmp_path / "model.safetensors", "model.layers.1.mlp.experts.down_proj"
+    stored: dict[str, Any] = load_file(file)
+    expected = {}
+    for weight in [
+        weight for weight in stored if weight.endswith("_proj") and ".experts." in weight
+    ]:
+        experts, inputs, outputs = stored.pop(weight).shape
+        shape = (experts, outputs, inputs // 32)
+        blocks = torch.randint(256, (*shape, 16), dtype=torch.uint8)
+        scales = torch.randint(120, 130, shape, dtype=torch.uint8)
+        stored |= {f"{weight}_blocks": blocks, f"{weight}_scales": scales}
+        numbers = torch.stack((blocks & 15, blocks >> 4), -1).flatten(-2).long()
+        power = torch.pow(2.0, scales.float() - 127)
+        made = torch.tensor(FOUR_BITS)[numbers] * power[..., None]
+        expected[weight] = made.flatten(-2).transpose(1, 2)
+    save_file(stored, file, {"format": "pt"})
+    change(tmp_path, quantization_config={"quant_method": "mxfp4"})
+    weights = read(tmp_path).state_dict()
+    assert name in expected
+    for weight, made in expected.items():
+        assert torch.equal(weights[weight], made), weight
 
 
 @pytest.mark.parametrize(
