@@ -90,7 +90,8 @@ def pair_of(model: PreTrainedModel, name: str) -> Pair:
     with torch.no_grad():
         for parameter in draft.parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            parameter.add_(noise * parameter.std() * 0.05)
+            if parameter.numel() > 1:
+                parameter.add_(noise * parameter.std() * 0.05)
     for either in (target, draft):
         either.set_attn_implementation(ATTENTION)
         either.eval().to(DEVICE)

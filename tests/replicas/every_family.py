@@ -69,10 +69,14 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     **{kind: {"layer_types": _MIXED} for kind in _HYBRID.split()},
     "bamba": {"attn_layer_indices": [1, 3]},
     "falcon_h1": {"mamba_d_ssm": 128},
-    "gemma4_text": {"num_kv_shared_layers": 2},
+    "gemma4_text": {
+        "num_kv_shared_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
     "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
+    "mimo_v2_flash": {"head_dim": 24},
 }
 
 

@@ -38,6 +38,8 @@ _POSITIONS = 1 << 17
 """Positions up to which a mask is looked at."""
 
 _READ = "lockstep_layers"
+_CACHES = {"past_key_values", "cache_params"}
+"""Arguments by which a model's forward pass takes a cache; one without attends over its tokens."""
 _STATES = (
     "some of its layers carry a state from token to token, or keep something else than keys and"
     " values; only attention over keys and values is served"
@@ -111,7 +113,8 @@ def read_layers(model: PreTrainedModel) -> tuple[LayerShape, ...]:
         ) from error
     finally:
         _NOTES.remove(notes)
-    if len(notes.layers) < notes.updates:
+    known = inspect.signature(type(model).forward).parameters.keys()
+    if len(notes.layers) < notes.updates or not known & _CACHES:
         raise PairRefused(
             f"{name} is not served: it computes attention by code of its own, which knows nothing"
             " of several requests in one pass"
