@@ -73,6 +73,12 @@ _SPECIAL: dict[str, dict[str, Any]] = {
         "num_kv_shared_layers": 2,
         "layer_types": ["sliding_attention", "full_attention"] * 2,
     },
+    "gpt_neo": {
+        "num_layers": LAYERS,
+        "num_heads": 4,
+        "attention_types": [[["global", "local"], 2]],
+        "window_size": WINDOW,
+    },
     "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
