@@ -45,8 +45,10 @@ serve: $(SETUP)  ## the same cluster, up until Ctrl-C
 STEPS := tests/replicas
 SCHEDULES := tests/oracle tests/scheduler tests/sim
 KILLS := tests/integration/failures
-FAST = 'steps: $(STEPS) -m "not ($(1))"' 'schedules: $(SCHEDULES) -m "not ($(1))"' \
-	'cluster: tests/cluster -m "not ($(1))"' \
+EDGES := tests/cluster/frontend
+FAST = 'edges: $(EDGES) -m "not ($(1))"' 'steps: $(STEPS) -m "not ($(1))"' \
+	'schedules: $(SCHEDULES) -m "not ($(1))"' \
+	'cluster: --ignore=$(EDGES) tests/cluster -m "not ($(1))"' \
 	'rest: $(addprefix --ignore=,$(STEPS) $(SCHEDULES) tests/cluster) -m "not (ray or $(1))"'
 PARTS = $(BIN)/python -m tests.progress --left-out
 
@@ -145,11 +147,11 @@ fuzz: $(SETUP)  ## 29,000 drawn requests, sound, broken and odd, against both AP
 
 chaos: SEED ?= 1
 chaos: MINUTES ?= 2
-chaos: $(SETUP)  ## kill processes of a real cluster under load, check every token: SEED=1 MINUTES=2
+chaos: $(SETUP) $(CLIENTS)/.light-done  ## change and kill processes of a real cluster under load of both APIs, check every token: SEED=1 MINUTES=2
 	$(BIN)/python -m tests.chaos --seed $(SEED) --minutes $(MINUTES)
 
 soak: MINUTES ?= 28
-soak: $(SETUP)  ## the load of chaos and no kills: memory of every process, what is left: MINUTES=28
+soak: $(SETUP) $(CLIENTS)/.light-done  ## the load of chaos and no kills: memory of every process, what is left: MINUTES=28
 	$(BIN)/python -m tests.chaos --kinds --real-share 1 --minutes $(MINUTES) --json $(RESULTS)/soak.json
 
 clean:  ## remove the .venv and all caches

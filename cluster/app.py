@@ -34,8 +34,9 @@ from cluster.frontend.proxy.pacing import PacedAnswers
 from cluster.frontend.service import FrontendService
 from cluster.frontend.target_text import TargetText
 from cluster.metrics import FrontendMeter
+from cluster.metrics.log import form_here, log_to_stderr
 from cluster.metrics.ray_sink import ray_sink
-from cluster.pool.ray_pool import RayPool, collect_seldom, log_to_stderr, open_pool, this_process
+from cluster.pool.ray_pool import RayPool, collect_seldom, open_pool, this_process
 from cluster.serve_view import FRONTEND, REPLICA
 from cluster.worker.hosted import HostedReplica
 from cluster.worker.loading import stage, tell_of_weights, up
@@ -99,7 +100,7 @@ def _start_rank(group: PlacementGroup, config: ReplicaConfig, rank: int, address
         )
         .remote()
     )
-    return RayRank(actor, actor.follow.remote(config, rank, address))
+    return RayRank(actor, actor.follow.remote(config, rank, address, form_here()))
 
 
 def ray_pools(config: ClusterConfig) -> list[RayPool]:
@@ -114,7 +115,7 @@ class ReplicaDeployment:
     """A replica as Serve starts, checks and drains it; its batches come from the pool."""
 
     async def __init__(self, config: ClusterConfig, load: LoadReplica) -> None:  # type: ignore[misc]
-        log_to_stderr()
+        log_to_stderr(config.server.log_format)
         stage("starts its process")
         own = replica_config(config)
         context = serve.get_replica_context()
@@ -155,7 +156,7 @@ class FrontendDeployment(GrpcApi):
     ) -> None:
         # The handle makes the replicas part of the application; requests do not go through it.
         del replicas
-        log_to_stderr()
+        log_to_stderr(config.server.log_format)
         service = FrontendService(
             config,
             ray_pools(config),
@@ -215,7 +216,9 @@ def build_app(
     load_text: Callable[[ReplicaConfig], TargetText] = TargetText.load,
 ) -> Application:
     """The application for a validated config; what a replica hosts can be replaced."""
-    quiet = {"enable_access_log": False}
+    logs: dict[str, Any] = {"enable_access_log": False}
+    if config.server.log_format == "json":
+        logs["encoding"] = "JSON"
     gpus = gpus_of(config)
     config = surging(config, gpus)
     actors = config.actors
@@ -232,7 +235,7 @@ def build_app(
         graceful_shutdown_wait_loop_s=0.1,
         # A replica that is killed in the middle of a batch counts against the requests in it.
         graceful_shutdown_timeout_s=actors.drain_s + _LEAVE_S,
-        logging_config=quiet,
+        logging_config=logs,
     ).bind(sharing_gpus(config, gpus), load)
     return serve.deployment(
         serve.ingress()(FrontendDeployment),
@@ -246,7 +249,7 @@ def build_app(
         health_check_period_s=2,
         graceful_shutdown_wait_loop_s=0.1,
         graceful_shutdown_timeout_s=actors.drain_s + _LEAVE_S,
-        logging_config=quiet,
+        logging_config=logs,
     ).bind(config, load_text, replicas)
 
 

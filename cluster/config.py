@@ -19,6 +19,8 @@ from scheduler.config import SchedulerConfig
 from scheduler.scaling import AutoscalingConfig
 from scheduler.validation import SEED_MAX
 
+LogFormat = Literal["text", "json"]
+
 
 class _Settings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -44,8 +46,8 @@ class PoolConfig(_Settings):
         120.0,
         gt=0,
         description="Silence of the pool after which requests end as UNAVAILABLE. Ray notices a "
-        "lost node after 15 s and then starts the pool elsewhere; on a machine that is busy the "
-        "start may take another half a minute.",
+        "lost node after 5 to 20 s and then starts the pool elsewhere; on a machine that is busy "
+        "the start may take another half a minute.",
     )
     lease_s: float = Field(
         3.0,
@@ -117,6 +119,9 @@ class ServerConfig(_Settings):
         description="Name of the model in OpenAI's API; null takes the target's name as given.",
     )
 
+    log_format: LogFormat = Field(
+        "text", description="Of the log: text, or a JSON object per line."
+    )
     unknown_fields: Literal["ignore", "refuse"] = Field(
         "ignore",
         description="Unknown names in HTTP bodies: they have no effect and are told of in the "

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
+from collections.abc import Iterator
 
 # Before torch or transformers are imported by any test.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -48,6 +50,14 @@ def _few_threads() -> None:
     if torch is not None:  # the pure core is tested without torch, too
         torch.set_num_threads(1)
         torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _no_old_models() -> Iterator[None]:
+    """Replicas of a module's tests go with it: Python itself looks for cycles of many objects only,
+    and a few that hold a model and its cache are gigabytes after a while."""
+    yield
+    gc.collect()
 
 
 @pytest.fixture(autouse=True)

@@ -147,7 +147,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="tests.progress")
     parser.add_argument("parts", nargs="+", help="'NAME: ARGUMENTS OF PYTEST'")
     parser.add_argument("--every-s", type=float, default=10.0, help="between two lines of a part")
-    parser.add_argument("--limit-s", type=float, default=1800.0, help="of one part")
+    parser.add_argument("--limit-s", type=float, default=3000.0, help="of one part")
     parser.add_argument("--left-out", default="none", help="marks of the tests that do not run")
     options = parser.parse_args()
     for ends in (signal.SIGTERM, signal.SIGHUP):

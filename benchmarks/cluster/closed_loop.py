@@ -108,6 +108,10 @@ class Clients:
     http: aiohttp.ClientSession
     model: str
 
+    def headers(self, number: int) -> dict[str, str]:
+        """Of the HTTP request of this number, beside those of every request."""
+        return {}
+
     async def unary(self, workload: Workload, number: int) -> AsyncIterator[list[int]]:
         yield list((await self.grpc.generate(grpc_request(workload, number))).token_ids)
 
@@ -126,7 +130,8 @@ class Clients:
             "return_token_ids": True,
             **options,
         }
-        async with self.http.post("/v1/completions", json=fields) as response:
+        headers = self.headers(number)
+        async with self.http.post("/v1/completions", json=fields, headers=headers) as response:
             response.raise_for_status()
             async for line in response.content:
                 if line.startswith(b"data: {"):

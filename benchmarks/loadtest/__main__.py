@@ -245,6 +245,7 @@ def main() -> int:
     if not LOCUST.exists():
         print("Locust is not installed: make loadtest", file=sys.stderr)
         return 2
+    begun_load = os.getloadavg()[1]
     theirs, ours, samples = run(settings(None, args.grpc_port), args.peak, 0.0, END_S)
     calls = [*theirs, *ours]
     steady = [
@@ -260,15 +261,18 @@ def main() -> int:
     print(table(("verdict", "figure", "good"), rows))
     print(f"{len(theirs)} calls by Locust, {len(ours)} over gRPC; {number} replicas when steady")
     print(*sorted({call["error"] for call in calls if call["error"]}), sep="\n")
+    print(f"load of the machine, 5 minutes: {begun_load:.1f}, then {os.getloadavg()[1]:.1f}")
     written = {
         "peak_per_s": args.peak,
+        "load_average": [begun_load, os.getloadavg()[1]],
         "autoscaling": AUTOSCALING,
         "verdicts": {name: value for name, (value, _) in found.items()},
         "steady_p99_s": [p99_steady_s(calls), fixed_p99_s],
         "replicas_most": max(sample["serving"] for sample in samples),
         "simulated_replicas_most": max(sample["serving"] for sample in virtual.samples),
+        "simulated_replicas_left": virtual.samples[-1]["wanted"],
         "simulated_there_and_back": there_and_back(virtual.samples),
-        "samples": samples,
+        "samples": [{key: round(x, 1) for key, x in sample.items()} for sample in samples],
     }
     write_json(args.json, written)
     if args.plot:

@@ -22,7 +22,7 @@ PROFILE = (
 """(seconds, share of the peak); straight lines between."""
 PHASES = (
     *(Phase("ramp", 0, 45), Phase("burst", 45, 85), Phase("idle", 85, 125)),
-    *(Phase("second burst", 125, 165), Phase("end", 165, 260)),
+    *(Phase("second burst", 125, 165), Phase("end", 165, 330)),
 )
 STEADY = Phase("steady", 145, 165)
 """The end of the second burst: what is wanted is there."""
@@ -33,7 +33,7 @@ PROMPT = "The for statement is used to iterate over the elements of a sequence"
 AUTOSCALING: dict[str, Any] = {
     "min_replicas": 0,
     "max_replicas": 4,
-    "drain_s": 2.0,
+    "drain_s": 0.5,
     "up_delay_s": 1.0,
     "down_delay_s": 45.0,
     "idle_s": 12.0,

@@ -92,7 +92,7 @@ def serve_until_signal(config: ClusterConfig, verbose: bool = False, replace: bo
     0 when the running requests could finish or the grace time had passed; 1 when a second signal
     ended them at once, or when the cluster did not start within `actors.start_s`.
     """
-    terminal = Terminal(verbose)
+    terminal = Terminal(verbose, log_format=config.server.log_format)
     from cluster import run
 
     hide_key()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Mapping
@@ -10,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from cluster.config import LogFormat
+from cluster.metrics.log import said_by
 from cluster.worker.loading import LOGGER
 
 if TYPE_CHECKING:
@@ -80,8 +83,9 @@ class Terminal:
     The lines of Ray's processes come to `take`, unless `verbose`.
     """
 
-    def __init__(self, verbose: bool, stderr: bool = True) -> None:
+    def __init__(self, verbose: bool, stderr: bool = True, log_format: LogFormat = "text") -> None:
         self.console = console(stderr)
+        self._json = log_format == "json"
         if verbose:
             # Ray reads it when it is imported; else it holds back what a second replica says alike.
             os.environ.setdefault("RAY_DEDUP_LOGS", "0")
@@ -91,7 +95,10 @@ class Terminal:
         """How far each replica is, by its process: address and number."""
 
     def say(self, text: str) -> None:
-        self.console.print(text)
+        if self._json:
+            self.console.print(json.dumps({"message": text}), soft_wrap=True)
+        else:
+            self.console.print(text)
 
     def say_start(self) -> None:
         self.say("Ray and Serve start ...")
@@ -109,7 +116,7 @@ class Terminal:
         """
         process = (logged["ip"], logged["pid"])
         for line in logged["lines"]:
-            _, _, stage = line.partition(f" {LOGGER} ")
+            stage = said_by(LOGGER, line)
             if stage and self._stages.get(process) != stage:
                 self._stages[process] = stage
                 number = list(self._stages).index(process) + 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from scheduler.messages import Usage
 
@@ -54,12 +55,27 @@ class CallRecord:
     def replicas(self) -> list[str]:
         return list(dict.fromkeys(name for usage in self.usages for name in usage.replicas))
 
+    @property
+    def log_fields(self) -> dict[str, Any]:
+        """What the log says of it, by name."""
+        return {
+            "id": self.request_id,
+            "status": self.status,
+            "sequences": self.sequences,
+            "prompt_tokens": self.prompt_tokens,
+            "cached_tokens": self.cached_tokens,
+            "new_tokens": self.new_tokens,
+            "queued_s": round(self.queued_s, 3),
+            "first_token_s": round(self.to_first_token_s, 3),
+            "total_s": round(self.total_s, 3),
+            "tokens_per_step": round(self.tokens_per_step, 2),
+            "replicas": self.replicas,
+        }
+
     def __str__(self) -> str:
         """The line of the log. An id is the client's text: it is quoted."""
-        return (
-            f"request id={self.request_id!r} status={self.status} sequences={self.sequences}"
-            f" prompt_tokens={self.prompt_tokens} cached_tokens={self.cached_tokens}"
-            f" new_tokens={self.new_tokens} queued_s={self.queued_s:.3f}"
-            f" first_token_s={self.to_first_token_s:.3f} total_s={self.total_s:.3f}"
-            f" tokens_per_step={self.tokens_per_step:.2f} replicas={','.join(self.replicas) or '-'}"
-        )
+        shown = self.log_fields | {
+            "id": repr(self.request_id),
+            "replicas": ",".join(self.replicas) or "-",
+        }
+        return "request " + " ".join(f"{name}={value}" for name, value in shown.items())

@@ -10,11 +10,9 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-import math
 import os
 import time
 from collections.abc import Callable, Sequence
-from logging.handlers import MemoryHandler
 from typing import Any
 
 import ray
@@ -24,6 +22,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.config import ClusterConfig
 from cluster.metrics import PoolMeter
+from cluster.metrics.log import log_to_stderr
 from cluster.metrics.ray_sink import ray_sink
 from cluster.pool.actor import PoolActor
 from cluster.pool.protocol import (
@@ -52,8 +51,6 @@ _STOPPING_S = 60.0
 """How long a pool stays closed after it was last told to stop. A stop that was itself killed leaves
 a pool that serves again."""
 _LOOK_S = 0.05
-_WAITING_S = 5.0
-"""Between two lines of a replica of Serve's that waits for its calls."""
 _PREFERRED_NODES = ("lockstep_pool", "node:__internal_head__")
 """A Ray resource of the nodes that a pool should be on, the first one that any node has. The second
 is the head node's: it is no spot node, and without it the cluster is lost anyway."""
@@ -63,7 +60,7 @@ class PoolProcess(PoolActor):
     """The pool as the class of a Ray actor."""
 
     def __init__(self, config: ClusterConfig) -> None:
-        log_to_stderr()
+        log_to_stderr(config.server.log_format)
         collect_seldom()
         super().__init__(
             config, process_lives, _leave, _abort, PoolMeter(ray_sink(config.model_name))
@@ -235,37 +232,3 @@ def collect_seldom() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
-
-
-def log_to_stderr() -> None:
-    """Our log into the process's own file, from where Ray forwards it; in a replica of Serve's also
-    into the file that Serve keeps for it, in the form that its `logging_config` says."""
-    logger = logging.getLogger("lockstep")
-    if logger.handlers:
-        return
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(levelname)s %(asctime)s %(name)s %(message)s"))
-    logger.addHandler(handler)
-    serves = logging.getLogger("ray.serve")
-    for theirs in serves.handlers:
-        if isinstance(theirs, logging.FileHandler | MemoryHandler):
-            logger.addHandler(theirs)
-        theirs.addFilter(_seldom_waiting())
-    logger.setLevel(logging.INFO)
-    logger.propagate = False
-
-
-def _seldom_waiting() -> Callable[[logging.LogRecord], bool]:
-    """Passes one in a while of the lines that Serve repeats ten times a second as it waits."""
-    told_s = -math.inf
-
-    def passes(record: logging.LogRecord) -> bool:
-        nonlocal told_s
-        if not str(record.msg).startswith("Waiting for an additional"):
-            return True
-        if record.created - told_s < _WAITING_S:
-            return False
-        told_s = record.created
-        return True
-
-    return passes

@@ -16,8 +16,8 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group_table
 
-from cluster.config import ClusterConfig
-from cluster.pool.ray_pool import log_to_stderr
+from cluster.config import ClusterConfig, LogFormat
+from cluster.metrics.log import log_to_stderr
 from cluster.worker.loading import tell_of_weights
 from replicas.config import ReplicaConfig
 
@@ -116,11 +116,11 @@ def replica_config(config: ClusterConfig) -> ReplicaConfig:
 class RankProcess:
     """A further rank as the class of a Ray actor."""
 
-    def follow(self, config: ReplicaConfig, rank: int, address: Any) -> None:
+    def follow(self, config: ReplicaConfig, rank: int, address: Any, log_format: LogFormat) -> None:
         """Returns when rank 0 has gone."""
         from replicas import parallel
 
-        log_to_stderr()
+        log_to_stderr(log_format)
         tell_of_weights()
         parallel.follow(config, rank, address)
 

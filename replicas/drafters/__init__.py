@@ -5,7 +5,7 @@ from typing import Any
 
 from replicas.config import ReplicaConfig
 from replicas.drafters.clover import CloverSource
-from replicas.drafters.eagle3 import LAYER, HeadConfig, HeadSource, head_config
+from replicas.drafters.eagle3 import LAYER, Eagle3Config, Eagle3Source, eagle3_config
 from replicas.drafters.model import ModelSource
 from replicas.drafters.one_pass import OnePassSource
 from replicas.drafters.protocol import Drafter, DraftRequest, DraftSource, Observation, Proposal
@@ -14,7 +14,7 @@ from replicas.drafters.suffix import SuffixSource
 METHODS: dict[str, Callable[[ReplicaConfig, Any], DraftSource]] = {
     "draft_model": ModelSource.read,
     "suffix": lambda config, target: SuffixSource(),
-    "eagle3": HeadSource.read,
+    "eagle3": Eagle3Source.read,
     "dflash": OnePassSource.read,
     "dspark": OnePassSource.read,
     "clover": CloverSource.read,

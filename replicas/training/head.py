@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.functional import embedding, linear, pad, rms_norm, silu
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from replicas.drafters import LAYER, HeadConfig
+from replicas.drafters import LAYER, Eagle3Config
 from replicas.training.loss import soft_cross_entropy
 
 _ATTENTION, _MLP = LAYER + "self_attn.", LAYER + "mlp."
@@ -61,7 +61,7 @@ class TrainableHead(nn.Module):
 
     def __init__(
         self,
-        config: HeadConfig,
+        config: Eagle3Config,
         tensors: dict[str, torch.Tensor],
         ids: torch.Tensor,  # [draft vocabulary], int64: the target's ids, rising
         embeddings: torch.Tensor,  # [target's vocabulary, width]
@@ -84,7 +84,7 @@ class TrainableHead(nn.Module):
         return {_name(key): value for key, value in self.weights.items()}
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """As `HeadConfig.tensors` names them."""
+        """As `Eagle3Config.tensors` names them."""
         return {_name(key): value.detach() for key, value in self.weights.items()}
 
     def forward(self, batch: Batch, step_weights: tuple[float, ...]) -> Unrolled:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, PreTrainedModel
 
-from replicas.drafters import LAYER, HeadConfig, head_config
+from replicas.drafters import LAYER, Eagle3Config, eagle3_config
 from replicas.errors import PairRefused, TrainingRefused
 from replicas.training.conversations import Conversation
 
@@ -71,10 +71,10 @@ def aux_layers(layers: int) -> list[int]:
     return usual if layers >= 6 else [0, layers // 2, layers - 1]
 
 
-def new_config(settings: dict[str, Any], target: Any) -> HeadConfig:
+def new_config(settings: dict[str, Any], target: Any) -> Eagle3Config:
     """Raises TrainingRefused for a target that no head can be made for."""
     try:
-        return head_config(settings, (), target)
+        return eagle3_config(settings, (), target)
     except PairRefused as error:
         raise TrainingRefused(f"target: no EAGLE-3 head can be made for it: {error}") from None
 
@@ -94,9 +94,9 @@ def frequent_tokens(
 
 @torch.no_grad()
 def new_tensors(
-    config: HeadConfig, target: PreTrainedModel, ids: torch.Tensor, typical: float, seed: int = 0
+    config: Eagle3Config, target: PreTrainedModel, ids: torch.Tensor, typical: float, seed: int = 0
 ) -> dict[str, torch.Tensor]:
-    """Weights as `HeadConfig.tensors` names them: of the target's last layer, norm and logits where
+    """Weights as `config.tensors` names them: of the target's last layer, norm and logits where
     their shapes fit, else random.
 
     `typical`: the root mean square of the last of the head's hidden states. The head's residual is

@@ -24,6 +24,8 @@ STARTING_MAX = 4
 one has served, and then four at a time would be slow for hundreds."""
 DOWN_SHARE = 0.7
 """A replica is removed only if the others would be used up to this share."""
+LEAVING_SHARE = 0.25
+"""Of the replicas may go at once: one by one hundreds would stay for hours."""
 _SAMPLE_S = 1.0
 """Least time of work that says something about a replica's speed."""
 _MEMORY_S = 20.0
@@ -119,8 +121,9 @@ def wanted_replicas(
         since_s = now_s if state.low_since_s is None else state.low_since_s
         if now_s - since_s < config.down_delay_s:
             return wanted, replace(state, low_since_s=since_s)
-        # One goes, and the delay begins again.
-        return wanted - 1, replace(state, low_since_s=now_s)
+        # Some go, and the delay begins again.
+        going = min(wanted - needed, max(1, int(wanted * LEAVING_SHARE)))
+        return wanted - going, replace(state, low_since_s=now_s)
     state = replace(state, low_since_s=None)
     if wanted == 1 and config.min_replicas == 0 and not live and state.live_s is not None:
         wanted = 0 if now_s - state.live_s >= config.idle_s else 1

@@ -48,7 +48,8 @@ def by_package(asked: Any) -> dict[str, Any]:
         return {"status": error.status_code, "error": str(error), "retry_after": after}
     except openai.APIError as error:
         # An event of an error, within a stream.
-        return {"status": getattr(error, "code", None) or "broken", "error": str(error)}
+        told = error.body if isinstance(error.body, dict) else {}
+        return {"status": told.get("status", "broken"), "error": str(error)}
     except Exception as error:
         return {"status": "broken", "error": f"{type(error).__name__}: {error}"}
 
@@ -66,7 +67,7 @@ def by_http(asked: Any) -> dict[str, Any]:
                 if line.startswith(b"data: {"):
                     event = json.loads(line[6:])
                     if (error := event.get("error")) is not None:
-                        return {"status": error["code"], "error": error["message"]}
+                        return {"status": error["status"], "error": error["message"]}
                     text += event["choices"][0]["text"]
             return {"text": text} if ended else {"status": "broken", "error": "ended early"}
     except HTTPError as refused:

@@ -10,6 +10,7 @@ in the same way by Python's own HTTP. Replicas have fakes, whose start takes lon
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -32,13 +33,14 @@ import yaml
 from cluster.config_sources import from_args
 from tests.changes.fake_app import START_S
 from tests.chaos.hosted import HostedCluster, Plan
+from tests.chaos.http_load import PYTHON as PACKAGE, http_client
+from tests.chaos.load import Outcome, all_right, fake_asks, longest_silence_s
 from tests.cluster.fakes import perfect, tokenizer
 from tests.free_ports import free_port
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 ROOT = Path(__file__).parents[2]
-CLIENTS = ROOT / ".venv-clients" / "bin" / "python"
-PYTHON = CLIENTS if CLIENTS.exists() else Path(sys.executable)
+PYTHON = PACKAGE if PACKAGE.exists() else Path(sys.executable)
 PROMPTS = [f"the quick {'brown ' * number}fox" for number in range(4)]
 TOKENS = 48
 GAP_S_MAX = 60.0
@@ -186,14 +188,17 @@ def change(hosted: HostedCluster, data: dict[str, Any]) -> None:
 def test_changes_of_the_shipped_configuration_cost_no_call(
     hosted: HostedCluster, shipped: Shipped, tmp_path: Path
 ) -> None:
-    """Of the drafter, the target, the number of replicas and that of frontends."""
+    """Of the drafter, the target, the number of replicas, that of frontends and their settings."""
     suffix: Settings = {"speculative_config": {"method": "suffix"}}
     two: Settings = {"target": "two"}
+    slow: Settings = {"coalesce_ms": 30.0}
     changes = {
         "target": shipped.changed(replica=two),
         "drafter": shipped.changed(replica=two | suffix),
         "replicas": shipped.changed(1, replica=two),
         "frontends": shipped.changed(1, replica=two, frontend={"number": 1}),
+        "settings of frontends": shipped.changed(1, replica=two, frontend={"number": 1} | slow),
+        "frontends again": shipped.changed(1, replica=two, frontend={"number": 3}),
     }
     targets = {"target": ("one", "two")}
     for what, data in changes.items():
@@ -283,24 +288,23 @@ def test_a_killed_frontend_leaves_no_bare_error(
         assert call["status"] in (503, "UNAVAILABLE"), call
 
 
-@pytest.mark.skipif(not CLIENTS.exists(), reason="make test-slow installs the openai package")
+@pytest.mark.skipif(not PACKAGE.exists(), reason="make test-slow installs the openai package")
 def test_streams_that_are_continued_as_the_page_says_lose_nothing(
     hosted: HostedCluster, shipped: Shipped
 ) -> None:
     """Both frontends are killed in the middle."""
     hosted.wait_for_state(rolled(shipped.changed(1)), BOUND_S)
-    streams, count = 8, 300
-    script = ROOT / "tests" / "changes" / "continued.py"
-    asked = json.dumps(ASKED | {"max_tokens": count})
-    command = [CLIENTS, script, f"{hosted.http}/v1", streams, asked]
-    with subprocess.Popen(list(map(str, command)), stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout
-            assert process.stdout.readline() == "all have begun\n"
+    asks = fake_asks(8, tokens=300, stream=True, name="one")
+
+    async def run() -> list[Outcome]:
+        async with http_client(f"{hosted.http}/v1", "tiny", len(asks)) as client:
+            assert client is not None
+            asked = [asyncio.create_task(client.put(ask)) for ask in asks]
+            await asyncio.to_thread(until, lambda: client.begun == len(asks))
             for frontend in hosted.processes("frontend"):
                 os.kill(frontend.pid, signal.SIGKILL)
-            found = json.loads(process.stdout.read())
-        finally:
-            process.kill()
-    wanted = right("one", count)
-    assert found == [wanted[number % len(PROMPTS)] for number in range(streams)]
+            return await asyncio.gather(*asked)
+
+    outcomes = asyncio.run(run())
+    all_right(outcomes)
+    print(f"frontends killed: longest silence {longest_silence_s(outcomes):.1f} s")

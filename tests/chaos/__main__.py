@@ -1,10 +1,12 @@
 """`python -m tests.chaos --seed 1 --minutes 2`: kills processes under load, checks every answer.
 
-A real cluster serves a mixed load (unary calls and streams, greedy and sampled, stop strings,
-cancels, deadlines, priorities) while processes of all kinds are killed at times drawn from the
-seed. Every answer is compared with that of an undisturbed run. The exit status is 1 if any was
-lost, doubled or wrong, or if the pool still holds a sequence or a KV block. `--kinds` without a
-kind kills nothing: then the memory of each process tells whether anything grows (`make soak`).
+A real cluster serves a mixed load over gRPC and, where `make test-clients-light` has installed the
+`openai` package, over HTTP (unary calls and streams, greedy and sampled, stop strings, cancels,
+deadlines, priorities). Meanwhile processes of all kinds are killed, and settings changed, at times
+drawn from the seed. Every answer is compared with that of an undisturbed run. The exit status is 1
+if any was lost, doubled or wrong, or if the pool still holds a sequence or a KV block. `--kinds`
+without a kind kills nothing: then the memory of each process tells whether anything grows (`make
+soak`).
 """
 
 from __future__ import annotations

@@ -73,10 +73,13 @@ def cut(
     )
 
 
-def fake_bases(prompts: Sequence[Sequence[int]], count: int = TOKENS_MAX) -> list[Base]:
-    """The next `count` tokens each. Fakes know no sampling: greedy."""
+def fake_bases(
+    prompts: Sequence[Sequence[int]], count: int = TOKENS_MAX, name: str = ""
+) -> list[Base]:
+    """The next `count` tokens each, of the target of this name. Fakes know no sampling: greedy."""
     return [
-        Base(tuple(prompt), Sampling(), tuple(fakes.perfect(prompt, count))) for prompt in prompts
+        Base(tuple(prompt), Sampling(), tuple(fakes.perfect(prompt, count, name=name)))
+        for prompt in prompts
     ]
 
 

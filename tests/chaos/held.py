@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import time
 from typing import Any
 
 import ray
 from ray import serve
 from ray.cluster_utils import Cluster
+from ray.core.generated.autoscaler_pb2 import DrainNodeReason
+from ray.serve import RunTarget
 from ray.serve._private.common import DeploymentID
 from ray.serve.config import HTTPOptions, gRPCOptions
 from ray.serve.context import _get_global_client
@@ -83,11 +86,19 @@ class Held:
         return found.status.value, " ".join(said), states
 
     def deploy(self, plan: Plan) -> None:
+        """Returns when Serve says that it is done."""
+        self.change(plan, wait=True)
+
+    def change(self, plan: Plan, wait: bool = False) -> None:
         load, load_text = plan.load or app.load_replica, plan.load_text or TargetText.load
         application = app.build_app(plan.config, load, load_text)
         # As `ClusterRun` does it, but so that replicas can be told to come and go one by one.
         external = plan.config.autoscaling is None
-        serve.run(application, name=APP_NAME, route_prefix="/", external_scaler_enabled=external)
+        serve.run_many(
+            [RunTarget(application, APP_NAME, "/", external_scaler_enabled=external)],
+            wait_for_ingress_deployment_creation=wait,
+            wait_for_applications_running=wait,
+        )
 
     def _open_pool(self) -> None:
         config = self._plan.config
@@ -123,6 +134,13 @@ class Held:
     def lose_node(self, node_id: str) -> None:
         (node,) = (node for node in self._nodes.worker_nodes if node.node_id == node_id)
         self._nodes.remove_node(node, allow_graceful=False)
+
+    def drain_node(self, node_id: str, notice_s: float) -> None:
+        client = ray._raylet.GcsClient(address=self._nodes.address)
+        reason = DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
+        deadline_ms = int((time.time() + notice_s) * 1000)
+        accepted, why = client.drain_node(node_id, reason, "a test", deadline_ms)
+        assert accepted, why
 
     def stop(self) -> None:
         try:

@@ -138,6 +138,19 @@ class HostedCluster:
         """Deploys another plan on the Ray and the ports that are there."""
         self._call("deploy", plan)
 
+    def change(self, number: int) -> None:
+        """Deploys settings of the plan that give no other tokens, as the number draws them; returns
+        while Serve rolls them out."""
+        replica = self.config.replica
+        given = replica.model_dump(exclude_unset=True)
+        if number % 2:
+            given["speculative_config"] = {"method": "suffix"}
+        frontend = self.config.frontend.model_copy(update={"coalesce_ms": 10.0 + number})
+        config = self.config.model_copy(
+            update={"replica": ReplicaConfig(**given), "frontend": frontend}
+        )
+        self._call("change", replace(self._plan, config=config))
+
     def declare(self, data: dict[str, Any]) -> None:
         """`serve deploy` with these settings; returns at once."""
         self._call("declare", data)
@@ -158,6 +171,10 @@ class HostedCluster:
     def lose_node(self, node_id: str) -> None:
         """SIGKILL to all that runs on a worker node."""
         self._call("lose_node", node_id)
+
+    def drain_node(self, node_id: str, notice_s: float) -> None:
+        """Tells Ray that a node goes after so long, as a spot machine does."""
+        self._call("drain_node", node_id, notice_s)
 
     def add_node(self) -> None:
         """One more worker node."""

@@ -29,6 +29,8 @@ class Kind(StrEnum):
     CONTROLLER = "controller"
     SCALE = "scale"
     """One replica is drained by Serve, then one started."""
+    CHANGE = "change"
+    """Other settings, so that Serve replaces all replicas and frontends beside the old ones."""
 
 
 SERVER_KINDS = (Kind.REPLICA, Kind.FREEZE, Kind.POOL, Kind.CONTROLLER, Kind.SCALE)
@@ -67,6 +69,7 @@ class Striker:
         self._hosted = hosted
         self._frozen_s = hosted.config.pool.lease_s + 1.5
         self._over = threading.Event()
+        self._runs = {Kind.SCALE: self._scale, Kind.CHANGE: self._change}
 
     @contextlib.contextmanager
     def striking(self, strikes: Sequence[Strike]) -> Iterator[None]:
@@ -86,8 +89,7 @@ class Striker:
             for strike in strikes:
                 if self._over.wait(max(start_s + strike.at_s - time.monotonic(), 0.0)):
                     break
-                run = self._scale if strike.kind is Kind.SCALE else self._signal
-                lasting.append(threads.submit(run, strike))
+                lasting.append(threads.submit(self._runs.get(strike.kind, self._signal), strike))
         for each in lasting:
             each.result()
 
@@ -114,6 +116,12 @@ class Striker:
         finally:
             self._again(lambda: self._hosted.scale(replicas))
         self.struck[strike.kind] += 1
+
+    def _change(self, strike: Strike) -> None:
+        """Of the drafter, to and fro, and of frontends; returns while Serve is at it."""
+        self.struck[strike.kind] += 1
+        number = self.struck[strike.kind]
+        self._again(lambda: self._hosted.change(number))
 
     @staticmethod
     def _again(call: Callable[[], None]) -> None:

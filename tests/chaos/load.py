@@ -71,6 +71,8 @@ class Outcome:
     code: grpc.StatusCode = grpc.StatusCode.OK
     details: str = ""
     cancelled: bool = False
+    http: bool = False
+    """Over OpenAI's API, by a client that continues; else over gRPC."""
 
     @property
     def total_s(self) -> float:
@@ -109,7 +111,8 @@ class Outcome:
         return (
             f"{self.ask.message.request_id}: {self.verdict()}: {self.code.name} {self.details!r}, "
             f"{len(self.tokens)} of {right} tokens, after {self.total_s:.2f} s of "
-            f"{self.ask.message.timeout_s or 'any'}, {'stream' if self.ask.stream else 'unary'}, "
+            f"{self.ask.message.timeout_s or 'any'}, {'HTTP' if self.http else 'gRPC'}, "
+            f"{'stream' if self.ask.stream else 'unary'}, "
             f"priority {self.ask.message.priority}, "
             f"end: {MessageToJson(self.end, indent=None) if self.end else 'none'}"
         )
@@ -153,8 +156,11 @@ async def _stream(client: AsyncClient, outcome: Outcome) -> None:
         outcome.end = chunk.end if chunk.HasField("end") else outcome.end
 
 
-def fake_asks(count: int, first: int = PLAIN, tokens: int = 60) -> list[Ask]:
-    """Streams and unary calls in turn, of several lengths; the prompts begin with `first`."""
+def fake_asks(
+    count: int, first: int = PLAIN, tokens: int = 60, name: str = "", stream: bool = False
+) -> list[Ask]:
+    """Streams and unary calls in turn, or only streams, of several lengths, answered by the target
+    of this name; the prompts begin with `first`."""
     prompts = [[first, *range(10 + n, 14 + n + n % 3)] for n in range(count)]
     text = fakes.load_fake_text(ReplicaConfig())
     return [
@@ -166,9 +172,9 @@ def fake_asks(count: int, first: int = PLAIN, tokens: int = 60) -> list[Ask]:
                 request_id=f"{first}-{number}",
             ),
             cut(base, text, tokens, ignore_eos=True),
-            stream=number % 2 == 0,
+            stream=stream or number % 2 == 0,
         )
-        for number, base in enumerate(fake_bases(prompts, tokens))
+        for number, base in enumerate(fake_bases(prompts, tokens, name))
     ]
 
 

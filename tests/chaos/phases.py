@@ -17,6 +17,7 @@ from cluster.client import NO_RETRY, AsyncClient, RetryPolicy
 from cluster.frontend.target_text import TargetText
 from tests.chaos.answers import Base, fake_bases, real_bases
 from tests.chaos.hosted import HostedCluster, Plan, cluster_config
+from tests.chaos.http_load import HttpClient, http_client, takes
 from tests.chaos.kills import SERVER_KINDS, Kind, Strike, Striker, draw_strikes
 from tests.chaos.load import GOOD, Outcome, Verdict, longest_silence_s, put
 from tests.chaos.memory import Memory
@@ -93,7 +94,7 @@ def run_phase(
         mix = Mix(rng, phase.bases, phase.text)
         memory = Memory(hosted)
         with striker.striking(phase.strikes), memory.sampled():
-            outcomes = asyncio.run(_load(hosted.address, phase, mix, seconds, striker, say))
+            outcomes = asyncio.run(_load(hosted, phase, mix, seconds, striker, say))
         left = _left_over(hosted)
     if phase.strikes and not striker.struck:
         left += "no strike has hit anything"
@@ -103,7 +104,7 @@ def run_phase(
 
 
 async def _load(
-    address: str,
+    hosted: HostedCluster,
     phase: Phase,
     mix: Mix,
     seconds: float,
@@ -113,9 +114,16 @@ async def _load(
     start_s = time.monotonic()
     outcomes: list[Outcome] = []
 
-    async def one_after_the_other(client: AsyncClient) -> None:
+    async def one_after_the_other(over_grpc: AsyncClient, over_http: HttpClient | None) -> None:
         while time.monotonic() - start_s < seconds:
-            outcomes.append(await put(client, mix.draw()))
+            ask = mix.draw()
+            if over_http is not None and takes(ask):
+                outcome = await over_http.put(ask)
+            else:
+                outcome = await put(over_grpc, ask)
+            outcomes.append(outcome)
+            if outcome.verdict() not in GOOD:
+                say(f"{phase.name}, second {time.monotonic() - start_s:.0f}: {outcome.sentence()}")
 
     async def tell() -> None:
         minute = 0
@@ -126,10 +134,15 @@ async def _load(
             kills = _listed(striker.struck)
             say(f"{phase.name}, minute {minute}: {_listed(verdicts)}; kills: {kills}")
 
-    async with AsyncClient(address, retry=phase.retry) as client:
+    half = phase.in_flight // 2
+    async with (
+        AsyncClient(hosted.address, retry=phase.retry) as over_grpc,
+        http_client(f"{hosted.http}/v1", hosted.config.model_name, half) as over_http,
+    ):
         telling = asyncio.create_task(tell())
+        doors = [*[None] * (phase.in_flight - half), *[over_http] * half]
         try:
-            await asyncio.gather(*(one_after_the_other(client) for _ in range(phase.in_flight)))
+            await asyncio.gather(*(one_after_the_other(over_grpc, door) for door in doors))
         finally:
             telling.cancel()
     return outcomes
@@ -182,6 +195,7 @@ def summary(outcomes: Sequence[Outcome], struck: Counter[Kind], left: str) -> di
     verdicts = Counter(outcome.verdict() for outcome in outcomes)
     return {
         "requests": len(outcomes),
+        "over_http": sum(outcome.http for outcome in outcomes),
         "tokens": sum(len(outcome.tokens) for outcome in outcomes),
         "verdicts": {verdict.value: verdicts[verdict] for verdict in Verdict},
         "recovered": sum(bool(outcome.end and outcome.end.recovered) for outcome in outcomes),
@@ -205,7 +219,8 @@ def is_clean(figures: dict[str, Any]) -> bool:
 def sentences(figures: dict[str, Any]) -> str:
     """For people."""
     lines = [
-        f"{figures['requests']} requests, {figures['tokens']} tokens: "
+        f"{figures['requests']} requests ({figures['over_http']} over HTTP), "
+        f"{figures['tokens']} tokens: "
         + ", ".join(f"{count} {name}" for name, count in figures["verdicts"].items()),
         "kills: " + ", ".join(f"{count} {name}" for name, count in figures["kills"].items()),
         f"longest silence of a stream: {figures['longest_silence_s']:.2f} s",

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from replicas.config import ReplicaConfig
-from replicas.drafters.clover import CloverSource, load_clover, read_clover
+from replicas.drafters.clover import CloverSource
 from replicas.drafters.clover.head_config import clover_config
 from replicas.pair import Pair
 from replicas.replica import Replica
@@ -66,7 +66,9 @@ def clover_replica(path: str, pair: Pair | None = None, **settings: object) -> R
         speculative_config={"method": "clover", "model": path},
         **{"num_gpu_blocks_override": 512, **settings},
     )
-    head = load_clover(path, read_clover(path, pair.target.config), pair.dtype, pair.device)
+    head = CloverSource.load_head(
+        path, CloverSource.read_head(path, pair.target.config), pair.dtype, pair.device
+    )
     return Replica(dataclasses.replace(pair, draft=CloverSource(path, head)), config)
 
 

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import save_file
 
 from replicas.config import ReplicaConfig
-from replicas.drafters.eagle3 import HeadSource, load_head, read_head
-from replicas.drafters.eagle3.head_config import HeadConfig, head_config
+from replicas.drafters.eagle3 import Eagle3Source
+from replicas.drafters.eagle3.head_config import Eagle3Config, eagle3_config
 from replicas.pair import Pair
 from replicas.replica import Replica
 from tests.tiny_pairs import DEVICE, tiny_pair
@@ -45,7 +45,7 @@ def said(speculators: bool, kind: str = "llama", **changes: object) -> dict[str,
     return {**whole, "draft_vocab_size": VOCAB, **changes}
 
 
-def tensors_of(config: HeadConfig, seed: int = 0) -> dict[str, torch.Tensor]:
+def tensors_of(config: Eagle3Config, seed: int = 0) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     made = {}
     for name, shape in config.tensors.items():
@@ -75,7 +75,7 @@ def save_head(
     names = {"d2t"} if whole.get("draft_vocab_size", VOCAB) != TARGET_VOCAB else set()
     if own_embedding:
         names.add("embed_tokens.weight")
-    made = tensors_of(head_config(whole, names, target))
+    made = tensors_of(eagle3_config(whole, names, target))
     made.update(tensors)
     made = {name: value for name, value in made.items() if value is not None}
     path.mkdir(parents=True, exist_ok=True)
@@ -101,12 +101,14 @@ def headed_replica(path: str, pair: Pair | None = None, **settings: object) -> R
         speculative_config={"method": "eagle3", "model": path},
         **{"num_gpu_blocks_override": 512, **settings},
     )
-    head = load_head(path, read_head(path, pair.target.config), pair.dtype, pair.device)
-    return Replica(dataclasses.replace(pair, draft=HeadSource(path, head)), config)
+    head = Eagle3Source.load_head(
+        path, Eagle3Source.read_head(path, pair.target.config), pair.dtype, pair.device
+    )
+    return Replica(dataclasses.replace(pair, draft=Eagle3Source(path, head)), config)
 
 
 def plain_head(
-    config: HeadConfig,
+    config: Eagle3Config,
     tensors: dict[str, torch.Tensor],
     embeddings: torch.Tensor,  # [target's vocabulary, width]
     hidden: torch.Tensor,  # [positions, layers * target's width]

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from replicas.config import ReplicaConfig
-from replicas.drafters.one_pass import OnePassSource, load_one_pass, read_one_pass
+from replicas.drafters.one_pass import OnePassSource
 from replicas.drafters.one_pass.head_config import one_pass_config
 from replicas.pair import Pair
 from replicas.replica import Replica
@@ -99,8 +99,8 @@ def one_pass_replica(path: str, pair: Pair | None = None, **settings: object) ->
         speculative_config={"method": "dspark", "model": path},
         **{"num_gpu_blocks_override": 512, **settings},
     )
-    of_head = read_one_pass(path, pair.target.config)
-    head = load_one_pass(path, of_head, pair.dtype, pair.device)
+    of_head = OnePassSource.read_head(path, pair.target.config)
+    head = OnePassSource.load_head(path, of_head, pair.dtype, pair.device)
     return Replica(dataclasses.replace(pair, draft=OnePassSource(path, head)), config)
 
 

@@ -1,4 +1,3 @@
 """Clover-2 heads (arXiv 2408.00264): a state that takes in one drafted token after the other."""
 
 from replicas.drafters.clover.drafter import CloverDrafter, CloverSource
-from replicas.drafters.clover.weights import load_clover, read_clover

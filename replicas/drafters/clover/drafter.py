@@ -7,7 +7,6 @@ the next step of the row is a plain one, which brings a new one.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
@@ -15,14 +14,14 @@ from transformers import PreTrainedModel
 
 from replicas.config import ReplicaConfig
 from replicas.drafters.backlog import Backlog
-from replicas.drafters.checkpoints import head_of, no_storage, refuse_ranks
+from replicas.drafters.checkpoints import HeadSource
+from replicas.drafters.clover.head_config import CloverConfig, clover_config
 from replicas.drafters.clover.layers import CloverLayers
-from replicas.drafters.clover.weights import CloverHead, load_clover, read_clover
-from replicas.drafters.protocol import Drafter, DraftRequest, DraftSource, Observation, Proposal
+from replicas.drafters.protocol import Drafter, DraftRequest, Observation, Proposal
 from replicas.errors import PairRefused
-from replicas.invariant import Arithmetic
-from replicas.memory import DraftMemory, MemoryPlan
-from replicas.models import ModelShape, attention_over, cache_of, computes_on_host, dtype_of
+from replicas.kv_cache import PagedCache
+from replicas.memory import MemoryPlan
+from replicas.models import AttentionBackend
 from replicas.sampling import guess
 from replicas.stopwatch import Stopwatch
 from replicas.transfers import upload
@@ -31,7 +30,7 @@ from replicas.transfers import upload
 class CloverDrafter:
     def __init__(self, layers: CloverLayers, name: str) -> None:
         self.name = name
-        self.aux_layers: tuple[int, ...] = (layers.config.last_layer,)
+        self.aux_layers = layers.config.aux_layers
         self._layers = layers
         self._backlog = Backlog()
         self._states: dict[str, tuple[int, torch.Tensor]] = {}  # each [1, width]
@@ -104,44 +103,18 @@ class CloverDrafter:
         return torch.stack(tokens)
 
 
-@dataclass(frozen=True)
-class CloverSource(DraftSource):
-    """A head for the target."""
+class CloverSource(HeadSource[CloverConfig]):
+    config_of = staticmethod(clover_config)
 
-    name: str
-    head: CloverHead
-
-    @classmethod
-    def read(cls, config: ReplicaConfig, target: object) -> CloverSource:
-        """For a target of this config. Raises PairRefused, or OSError for a name not found."""
-        name = config.drafting.model
-        assert name is not None
-        with head_of(name) as path:
-            of_head = read_clover(path, target)
-            if not (of_head.own_head and of_head.own_embedding):
-                refuse_ranks(config)
-        tensors = no_storage(of_head.tensors, dtype_of(config))
-        return cls(name, CloverHead(of_head, tensors))
-
-    @property
-    def draft_len_max(self) -> int:
-        return self.head.config.most
-
-    @property
-    def memory(self) -> DraftMemory:
-        weights = sum(tensor.nbytes for tensor in self.head.tensors.values())
-        return DraftMemory(weights, ModelShape.of(self.head.config), 1)
-
-    def load(self, config: ReplicaConfig, device: torch.device) -> CloverSource:
-        with head_of(self.name) as path:
-            head = load_clover(path, self.head.config, dtype_of(config), device)
-        return replace(self, head=head)
-
-    def drafter(self, target: PreTrainedModel, config: ReplicaConfig, plan: MemoryPlan) -> Drafter:
+    def drafter_on(
+        self,
+        target: PreTrainedModel,
+        config: ReplicaConfig,
+        plan: MemoryPlan,
+        cache: PagedCache,
+        backend: AttentionBackend,
+    ) -> Drafter:
         if not hasattr(target.base_model, "layers"):
             raise PairRefused(f"{type(target).__name__} has no layers of that name to look behind")
-        sizes, on_host = ModelShape.of(self.head.config), computes_on_host(config, target.device)
-        cache = cache_of(sizes.attention, config, plan.kv_blocks, plan.pair.context_len, target)
-        backend = attention_over(cache, Arithmetic(), on_host)
         lm_head = target.get_output_embeddings().weight.detach()
         return CloverDrafter(CloverLayers(self.head, lm_head, backend, plan.prepack), self.name)

@@ -33,10 +33,18 @@ class CloverConfig:
     """transformers' config of its augmenting layers."""
     most: int
     """Draft tokens that it is trained for."""
-    last_layer: int
+    aux_layers: tuple[int, ...]
     """The target's hidden states that it sees: those after the last layer, before the norm."""
     own_embedding: bool
     own_head: bool
+
+    @property
+    def target_vocab(self) -> int:
+        return self.vocab_size
+
+    @property
+    def drafts_by_target(self) -> bool:
+        return not (self.own_head and self.own_embedding)
 
     @property
     def tensors(self) -> dict[str, tuple[int, ...]]:
@@ -104,7 +112,7 @@ def clover_config(said: Mapping[str, Any], names: Collection[str], target: Any) 
         eps=layer.rms_norm_eps,
         layer=layer,
         most=heads,
-        last_layer=target.num_hidden_layers,
+        aux_layers=(target.num_hidden_layers,),
         own_embedding=EMBEDDING in names,
         own_head=HEAD in names,
     )

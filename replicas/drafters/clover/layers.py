@@ -15,8 +15,8 @@ import torch
 from torch.nn.functional import cosine_similarity, embedding, rms_norm, silu
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from replicas.drafters.clover.head_config import EMBEDDING, FIRST, HEAD, LATER
-from replicas.drafters.clover.weights import CloverHead
+from replicas.drafters.checkpoints import Head
+from replicas.drafters.clover.head_config import EMBEDDING, FIRST, HEAD, LATER, CloverConfig
 from replicas.drafters.parts import joined_product, rotary_table, rotated
 from replicas.invariant import Product
 from replicas.models import AttentionBackend
@@ -55,7 +55,7 @@ class CloverLayers:
 
     def __init__(
         self,
-        head: CloverHead,
+        head: Head[CloverConfig],
         lm_head: torch.Tensor,  # [vocabulary, width]: the target's
         backend: AttentionBackend,
         prepack: bool,

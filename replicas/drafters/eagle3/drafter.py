@@ -9,8 +9,8 @@ takes them away, the next step of the row is a plain one, which brings new ones.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from itertools import accumulate
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,14 +19,15 @@ from transformers import PreTrainedModel
 from replicas.config import ReplicaConfig
 from replicas.cuda import GraphedModel
 from replicas.drafters.backlog import Backlog
-from replicas.drafters.checkpoints import head_of, no_storage
+from replicas.drafters.checkpoints import Head, HeadSource
+from replicas.drafters.eagle3.head_config import LAYER, Eagle3Config, eagle3_config
 from replicas.drafters.eagle3.layer import HeadLayer
-from replicas.drafters.eagle3.weights import Head, load_head, read_head
-from replicas.drafters.protocol import Drafter, DraftRequest, DraftSource, Observation, Proposal
-from replicas.invariant import Arithmetic
-from replicas.kv_cache import SCRAP_BLOCK
-from replicas.memory import DraftMemory, MemoryPlan
-from replicas.models import ALL, ModelShape, attention_over, cache_of, computes_on_host, dtype_of
+from replicas.drafters.eagle3.planted_head import PLANTED_HEAD, planted_head, planted_tensors
+from replicas.drafters.protocol import Drafter, DraftRequest, Observation, Proposal
+from replicas.kv_cache import SCRAP_BLOCK, PagedCache
+from replicas.memory import MemoryPlan
+from replicas.models import ALL, AttentionBackend
+from replicas.names import map_shift
 from replicas.sampling import guess
 from replicas.stopwatch import Stopwatch
 from replicas.transfers import upload
@@ -143,40 +144,34 @@ class Eagle3Drafter:
         return Proposal(torch.stack(tokens), lens)
 
 
-@dataclass(frozen=True)
-class HeadSource(DraftSource):
-    """A head for the target."""
-
-    name: str
-    head: Head
+class Eagle3Source(HeadSource[Eagle3Config]):
+    config_of = staticmethod(eagle3_config)
+    renamed = MappingProxyType({"midlayer.": LAYER})
 
     @classmethod
-    def read(cls, config: ReplicaConfig, target: Any) -> HeadSource:
-        """For a target of this config. Raises PairRefused, or OSError for a name not found."""
-        name = config.drafting.model
-        assert name is not None
-        with head_of(name) as path:
-            of_head = read_head(path, target)
-        return cls(name, Head(of_head, no_storage(of_head.tensors, dtype_of(config)), None))
+    def read_head(cls, path: str, target: Any) -> Eagle3Config:
+        return planted_head(target) if path == PLANTED_HEAD else super().read_head(path, target)
 
-    @property
-    def memory(self) -> DraftMemory:
-        config, tensors = self.head.config, self.head.tensors.values()
-        weights = sum(tensor.nbytes for tensor in tensors)
-        return DraftMemory(weights, ModelShape.of(config), len(config.aux_layers))
+    @classmethod
+    def load_head(
+        cls, path: str, config: Eagle3Config, dtype: torch.dtype, device: torch.device
+    ) -> Head[Eagle3Config]:
+        if path != PLANTED_HEAD:
+            return super().load_head(path, config, dtype, device)
+        tensors = planted_tensors(config, dtype, device)
+        return Head(config, tensors, shift=map_shift(config.target_vocab))
 
-    def load(self, config: ReplicaConfig, device: torch.device) -> HeadSource:
-        with head_of(self.name) as path:
-            head = load_head(path, self.head.config, dtype_of(config), device)
-        return replace(self, head=head)
-
-    def drafter(self, target: PreTrainedModel, config: ReplicaConfig, plan: MemoryPlan) -> Drafter:
-        sizes, device = ModelShape.of(self.head.config), target.device
-        cache = cache_of(sizes.attention, config, plan.kv_blocks, plan.pair.context_len, target)
-        backend = attention_over(cache, Arithmetic(), computes_on_host(config, device))
+    def drafter_on(
+        self,
+        target: PreTrainedModel,
+        config: ReplicaConfig,
+        plan: MemoryPlan,
+        cache: PagedCache,
+        backend: AttentionBackend,
+    ) -> Drafter:
         embeddings = target.get_input_embeddings().weight.detach()
         layer = HeadLayer(self.head, embeddings, backend, plan.prepack)
         passes: HeadLayer | GraphedModel = layer
-        if config.fixed_shapes(device):
+        if config.fixed_shapes(target.device):
             passes = GraphedModel(layer, plan.work.rows, [1], hidden_size=self.head.config.width)
         return Eagle3Drafter(layer, passes, self.name)

@@ -19,7 +19,7 @@ _LAYERS = ("llama", "qwen3")
 
 
 @dataclass(frozen=True)
-class HeadConfig:
+class Eagle3Config:
     """A head's sizes, by transformers' names where it has them, and how its layer is wired."""
 
     width: int
@@ -45,6 +45,8 @@ class HeadConfig:
     own_embedding: bool = False
 
     num_hidden_layers = 1
+    most = None
+    drafts_by_target = False
 
     @property
     def hidden_size(self) -> int:
@@ -91,7 +93,7 @@ class HeadConfig:
         return shapes
 
 
-def head_config(said: Mapping[str, Any], names: Collection[str], target: Any) -> HeadConfig:
+def eagle3_config(said: Mapping[str, Any], names: Collection[str], target: Any) -> Eagle3Config:
     """What the checkpoint's `config.json` and its tensors' names say, for a target of this config.
 
     Raises PairRefused.
@@ -118,7 +120,7 @@ def head_config(said: Mapping[str, Any], names: Collection[str], target: Any) ->
     own_embedding = "embed_tokens.weight" in names
     if width != target_width and not own_embedding:
         raise PairRefused("embed_tokens.weight is missing: the target's has another width")
-    return HeadConfig(
+    return Eagle3Config(
         width=width,
         target_width=target_width,
         num_attention_heads=layer.num_attention_heads,

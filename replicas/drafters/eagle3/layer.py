@@ -13,8 +13,8 @@ import torch
 from torch.nn.functional import embedding, rms_norm, silu
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from replicas.drafters.eagle3.head_config import LAYER
-from replicas.drafters.eagle3.weights import Head
+from replicas.drafters.checkpoints import Head
+from replicas.drafters.eagle3.head_config import LAYER, Eagle3Config
 from replicas.drafters.parts import joined_product, rotated
 from replicas.invariant import Product
 from replicas.models import AttentionBackend, ForwardOptions, Output
@@ -25,7 +25,7 @@ class HeadLayer:
 
     def __init__(
         self,
-        head: Head,
+        head: Head[Eagle3Config],
         embeddings: torch.Tensor,  # [target's vocabulary, target's width], where it has none
         backend: AttentionBackend,
         prepack: bool,

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
-from replicas.drafters.eagle3.head_config import HeadConfig, head_config
+from replicas.drafters.eagle3.head_config import Eagle3Config, eagle3_config
 
 PLANTED_HEAD = "planted:head"
 _VOCAB_SHARE = 4
@@ -20,7 +20,7 @@ _VOCAB_SHARE = 4
 130,000 to 150,000."""
 
 
-def planted_head(target: Any) -> HeadConfig:
+def planted_head(target: Any) -> Eagle3Config:
     """As wide as the target, of a layer like the target's."""
     heads = target.num_attention_heads
     layer = AutoConfig.for_model(
@@ -35,11 +35,11 @@ def planted_head(target: Any) -> HeadConfig:
     )
     vocab = target.vocab_size // _VOCAB_SHARE
     said = {**layer.to_dict(), "model_type": "llama", "draft_vocab_size": vocab}
-    return head_config(said, (), target)
+    return eagle3_config(said, (), target)
 
 
 def planted_tensors(
-    config: HeadConfig, dtype: torch.dtype, device: torch.device
+    config: Eagle3Config, dtype: torch.dtype, device: torch.device
 ) -> dict[str, torch.Tensor]:
     generator = torch.Generator(device).manual_seed(0)
     made = {}

@@ -3,4 +3,3 @@ tokens at once from hidden states of the target."""
 
 from replicas.drafters.one_pass.drafter import OnePassDrafter, OnePassSource
 from replicas.drafters.one_pass.head_config import OnePassConfig
-from replicas.drafters.one_pass.weights import load_one_pass, read_one_pass

@@ -7,28 +7,20 @@ position before a row's last token is there whenever the row drafts.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 
 import torch
 from transformers import PreTrainedModel
 
 from replicas.config import ReplicaConfig
 from replicas.drafters.backlog import Backlog
-from replicas.drafters.checkpoints import head_of, no_storage, refuse_ranks
+from replicas.drafters.checkpoints import HeadSource
+from replicas.drafters.one_pass.head_config import OnePassConfig, one_pass_config
 from replicas.drafters.one_pass.layers import OnePassLayers
 from replicas.drafters.one_pass.markov import MarkovHead
-from replicas.drafters.one_pass.weights import OnePassHead, load_one_pass, read_one_pass
-from replicas.drafters.protocol import Drafter, DraftRequest, DraftSource, Observation, Proposal
-from replicas.invariant import Arithmetic
-from replicas.memory import DraftMemory, MemoryPlan
-from replicas.models import (
-    AttentionBackend,
-    ModelShape,
-    attention_over,
-    cache_of,
-    computes_on_host,
-    dtype_of,
-)
+from replicas.drafters.protocol import Drafter, DraftRequest, Observation, Proposal
+from replicas.kv_cache import PagedCache
+from replicas.memory import MemoryPlan
+from replicas.models import AttentionBackend
 from replicas.sampling import guess
 from replicas.stopwatch import Stopwatch
 from replicas.transfers import upload
@@ -104,48 +96,20 @@ class OnePassDrafter:
         return torch.stack(tokens)
 
 
-@dataclass(frozen=True)
-class OnePassSource(DraftSource):
-    """A head for the target."""
+class OnePassSource(HeadSource[OnePassConfig]):
+    config_of = staticmethod(one_pass_config)
+    copies_context = True
 
-    name: str
-    head: OnePassHead
-
-    @classmethod
-    def read(cls, config: ReplicaConfig, target: object) -> OnePassSource:
-        """For a target of this config. Raises PairRefused, or OSError for a name not found."""
-        name = config.drafting.model
-        assert name is not None
-        with head_of(name) as path:
-            of_head = read_one_pass(path, target)
-            if not of_head.own_head:
-                refuse_ranks(config)
-        tensors = no_storage(of_head.tensors, dtype_of(config))
-        return cls(name, OnePassHead(of_head, tensors, None))
-
-    @property
-    def draft_len_max(self) -> int:
-        return self.head.config.most
-
-    @property
-    def memory(self) -> DraftMemory:
-        config, tensors = self.head.config, self.head.tensors.values()
-        weights = sum(tensor.nbytes for tensor in tensors)
-        return DraftMemory(
-            weights, ModelShape.of(config), len(config.aux_layers), copies_context=True
-        )
-
-    def load(self, config: ReplicaConfig, device: torch.device) -> OnePassSource:
-        with head_of(self.name) as path:
-            head = load_one_pass(path, self.head.config, dtype_of(config), device)
-        return replace(self, head=head)
-
-    def drafter(self, target: PreTrainedModel, config: ReplicaConfig, plan: MemoryPlan) -> Drafter:
-        sizes, on_host = ModelShape.of(self.head.config), computes_on_host(config, target.device)
-        cache = cache_of(sizes.attention, config, plan.kv_blocks, plan.pair.context_len, target)
+    def drafter_on(
+        self,
+        target: PreTrainedModel,
+        config: ReplicaConfig,
+        plan: MemoryPlan,
+        cache: PagedCache,
+        backend: AttentionBackend,
+    ) -> Drafter:
         matrices = (target.get_input_embeddings(), target.get_output_embeddings())
         embeddings, lm_head = (matrix.weight.detach() for matrix in matrices)
         layers = OnePassLayers(self.head, embeddings, lm_head, cache, plan.prepack)
         markov = MarkovHead(self.head, plan.prepack) if self.head.config.markov_rank else None
-        backend = attention_over(cache, Arithmetic(), on_host)
         return OnePassDrafter(layers, markov, backend, self.name)

@@ -72,6 +72,10 @@ class OnePassConfig:
         return self.block_size - self.first
 
     @property
+    def drafts_by_target(self) -> bool:
+        return not self.own_head
+
+    @property
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """The floating-point tensors that the checkpoint must hold, with their shapes."""
         width, inner = self.hidden_size, self.intermediate_size

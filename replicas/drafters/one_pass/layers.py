@@ -15,8 +15,8 @@ import torch
 from torch.nn.functional import embedding, rms_norm, scaled_dot_product_attention, silu
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
-from replicas.drafters.one_pass.head_config import MASK
-from replicas.drafters.one_pass.weights import OnePassHead
+from replicas.drafters.checkpoints import Head
+from replicas.drafters.one_pass.head_config import MASK, OnePassConfig
 from replicas.drafters.parts import joined_product, rotary_table, rotated
 from replicas.invariant import Product
 from replicas.kv_cache import PagedCache
@@ -39,7 +39,7 @@ class _Layer:
 class OnePassLayers:
     def __init__(
         self,
-        head: OnePassHead,
+        head: Head[OnePassConfig],
         embeddings: torch.Tensor,  # [target's vocabulary, width], where it has none
         lm_head: torch.Tensor,  # [target's vocabulary, width], where it has none
         cache: PagedCache,

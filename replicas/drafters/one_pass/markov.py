@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import embedding
 
-from replicas.drafters.one_pass.weights import OnePassHead
+from replicas.drafters.checkpoints import Head
+from replicas.drafters.one_pass.head_config import OnePassConfig
 from replicas.invariant import Product
 
 _NAME = "markov_head."
@@ -14,7 +15,7 @@ _NAME = "markov_head."
 class MarkovHead:
     """`vanilla` sees the token, `gated` how much of it counts here, `rnn` keeps a state."""
 
-    def __init__(self, head: OnePassHead, prepack: bool) -> None:
+    def __init__(self, head: Head[OnePassConfig], prepack: bool) -> None:
         config, tensors = head.config, head.tensors
         self._kind, self._rank = config.markov_head, config.markov_rank
         self._tokens = tensors[_NAME + "markov_w1.weight"]

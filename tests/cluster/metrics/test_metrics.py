@@ -14,7 +14,16 @@ from prometheus_client.samples import Sample
 
 from cluster.metrics import METRICS, CallRecord, FrontendMeter, PoolMeter, Sum
 from cluster.metrics.exposition import exposition
-from scheduler.messages import Finish, FinishReason, Request as PoolRequest, Submit, Usage
+from scheduler.messages import (
+    Finish,
+    FinishReason,
+    ReplicaDraining,
+    ReplicaJoined,
+    ReplicaSpec,
+    Request as PoolRequest,
+    Submit,
+    Usage,
+)
 from scheduler.scheduler import Scheduler
 
 PAGE = Path("docs/metrics.md")
@@ -82,6 +91,19 @@ def test_the_meters_count_the_whole_table_sums_once_and_gauges_once_a_second() -
     }
     assert {name: written[name] for name in expected} == expected
     assert gauges == 2
+
+
+def test_a_replica_that_goes_is_no_longer_counted() -> None:
+    """Though a batch on it still runs."""
+    scheduler = Scheduler()
+    for name in ("r", "s"):
+        scheduler.step(ReplicaJoined(name, ReplicaSpec(10, 4, 64, 100)), 0.0)
+    for text in "abcdefgh":
+        scheduler.step(Submit(PoolRequest(text, (1,), 4)), 0.0)
+    scheduler.step(ReplicaDraining("r"), 0.0)
+    assert len(scheduler.snapshot().replicas) == 2
+    told = {total.name: total.value for total in PoolMeter().sums(scheduler)}
+    assert told["lockstep_replicas"] == 1
 
 
 def samples(shards: Mapping[int, Sequence[Sum]]) -> dict[str, list[Sample]]:

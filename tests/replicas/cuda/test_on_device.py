@@ -18,9 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from replicas.cuda import FixedPass, Kind
-from replicas.drafters.eagle3.head_config import head_config
+from replicas.drafters.checkpoints import Head
+from replicas.drafters.eagle3.head_config import eagle3_config
 from replicas.drafters.eagle3.layer import HeadLayer
-from replicas.drafters.eagle3.weights import Head
 from replicas.invariant.modules import compute_in_tiles
 from replicas.invariant.ops import TILE, Arithmetic
 from replicas.kernels import paged_attention as kernels
@@ -155,12 +155,12 @@ def test_every_kind_of_pass_can_be_recorded(
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 def test_so_can_passes_of_a_head(kind: str) -> None:
     target = random_model("llama").config
-    config = head_config(said(True, kind, draft_vocab_size=TARGET_VOCAB), set(), target)
+    config = eagle3_config(said(True, kind, draft_vocab_size=TARGET_VOCAB), set(), target)
     with META:
         tensors = {name: torch.empty(shape) for name, shape in config.tensors.items()}
         embeddings = torch.empty(TARGET_VOCAB, config.target_width)
     cache = PagedCache(CacheShape(16, CONTEXT, 4, 2, 8), 1, BLOCKS, torch.float32, META)
-    layer = HeadLayer(Head(config, tensors, None), embeddings, Kernels(cache), False)
+    layer = HeadLayer(Head(config, tensors), embeddings, Kernels(cache), False)
     one = FixedPass(layer, Kind(ROWS, 1, 5), (), None, config.width)
     with recordable():
         out = one.compute()

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from replicas.config import ReplicaConfig
 from replicas.drafters import DraftRequest
 from replicas.drafters.backlog import TOGETHER
-from replicas.drafters.clover import CloverSource, drafter as module, load_clover, read_clover
+from replicas.drafters.clover import CloverSource, drafter as module
 from replicas.drafters.clover.head_config import clover_config
 from replicas.errors import PairRefused
 from replicas.memory import plan_memory
@@ -45,7 +45,7 @@ def logits_of(path: str, whole: dict[str, Any], content: list[int], drafts: list
 
 def told_rows(path: str, lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> ToldRows:
     """Of a drafter in float64 with this head."""
-    head = load_clover(path, read_clover(path, TARGET), torch.float64, CPU)
+    head = CloverSource.load_head(path, CloverSource.read_head(path, TARGET), torch.float64, CPU)
     drafter = drafter_in_float64(CloverSource(path, head))
     return ToldRows(drafter, drafter._layers.backend.cache, module, lengths, monkeypatch)
 
@@ -250,7 +250,7 @@ def test_tensors_that_do_not_fit_are_refused_by_name(
 ) -> None:
     path = save_clover(tmp_path, TARGET, said(), **tensors)
     with pytest.raises(PairRefused, match=message):
-        load_clover(path, read_clover(path, TARGET), torch.float32, CPU)
+        CloverSource.load_head(path, CloverSource.read_head(path, TARGET), torch.float32, CPU)
 
 
 def test_memory_is_planned_for_the_head_that_will_be_loaded(path: str) -> None:

@@ -19,8 +19,8 @@ from transformers import PreTrainedModel
 from replicas.config import ReplicaConfig
 from replicas.drafters import DraftRequest
 from replicas.drafters.backlog import TOGETHER
-from replicas.drafters.eagle3 import HeadSource, load_head, read_head
-from replicas.drafters.eagle3.head_config import HeadConfig, head_config
+from replicas.drafters.eagle3 import Eagle3Source
+from replicas.drafters.eagle3.head_config import Eagle3Config, eagle3_config
 from replicas.errors import PairRefused
 from replicas.memory import plan_memory
 from replicas.sampling.choice import SamplingBatch
@@ -96,9 +96,9 @@ def plain_target() -> PreTrainedModel:
 
 
 @cache
-def plain_tensors(path: str) -> tuple[HeadConfig, dict[str, Any]]:
-    config = read_head(path, TARGET)
-    head = load_head(path, config, torch.float32, CPU)
+def plain_tensors(path: str) -> tuple[Eagle3Config, dict[str, Any]]:
+    config = Eagle3Source.read_head(path, TARGET)
+    head = Eagle3Source.load_head(path, config, torch.float32, CPU)
     tensors: dict[str, Any] = dict(head.tensors)
     if head.ids is not None:
         tensors["d2t"] = head.ids - torch.arange(config.vocab_size)
@@ -140,8 +140,8 @@ def test_drafts_are_those_of_the_equations(
     """After prefill in chunks, plain steps, drafting ones, and rows of several lengths; also of a
     head with an embedding, a width, and a vocabulary of its own."""
     path = save_head(tmp_path, TARGET, whole, own_embedding, pickled, **LEFT)
-    config = read_head(path, TARGET)
-    mapped = load_head(path, config, torch.float32, CPU).ids is not None
+    config = Eagle3Source.read_head(path, TARGET)
+    mapped = Eagle3Source.load_head(path, config, torch.float32, CPU).ids is not None
     assert mapped == (config.vocab_size < TARGET_VOCAB)
     client = Headed(path, prefill_chunk_tokens=8, plan_prefill_rows=1)
     client.prefill(new=60, a=prompt(23), b=prompt(2), c=prompt(9))
@@ -218,13 +218,13 @@ def test_hidden_states_are_numbered_as_transformers_does(
 ) -> None:
     """Ids that begin with 1 count layers, and mean what these put out."""
     keys = {"eagle_aux_hidden_state_layer_ids": ids}
-    assert head_config(said(True, **keys), {"d2t"}, TARGET).aux_layers == aux_layers
+    assert eagle3_config(said(True, **keys), {"d2t"}, TARGET).aux_layers == aux_layers
     nested = said(False, eagle_config={"use_aux_hidden_state": True, **keys})
-    assert head_config(nested, {"d2t"}, TARGET).aux_layers == aux_layers
+    assert eagle3_config(nested, {"d2t"}, TARGET).aux_layers == aux_layers
 
 
 def test_what_a_config_does_not_say() -> None:
-    config = head_config(said(True), {"d2t"}, TARGET)
+    config = eagle3_config(said(True), {"d2t"}, TARGET)
     assert not config.norm_before_residual
     assert config.layer.rope_parameters["rope_theta"] == 10_000.0
 
@@ -244,7 +244,7 @@ def test_what_a_config_does_not_say() -> None:
 )
 def test_a_config_that_does_not_fit_is_refused(whole: dict[str, Any], message: str) -> None:
     with pytest.raises(PairRefused, match=message):
-        head_config(whole, {"d2t"}, TARGET)
+        eagle3_config(whole, {"d2t"}, TARGET)
 
 
 @pytest.mark.parametrize("speculators", [False, True])
@@ -264,7 +264,7 @@ def test_tensors_that_do_not_fit_are_refused_by_name(
 ) -> None:
     path = save_head(tmp_path, TARGET, said(speculators), **tensors)
     with pytest.raises(PairRefused, match=message):
-        load_head(path, read_head(path, TARGET), torch.float32, CPU)
+        Eagle3Source.load_head(path, Eagle3Source.read_head(path, TARGET), torch.float32, CPU)
 
 
 @pytest.mark.parametrize(
@@ -284,13 +284,13 @@ def test_a_file_that_is_broken_is_refused_by_name(
     file = tmp_path / name
     file.write_bytes(file.read_bytes()[:-100] if content is None else content)
     with pytest.raises(PairRefused, match=f"^{name}: "):
-        read_head(path, TARGET)
+        Eagle3Source.read_head(path, TARGET)
 
 
 def test_memory_is_planned_for_the_head_that_will_be_loaded(path: str) -> None:
-    config = read_head(path, TARGET)
-    head = load_head(path, config, torch.float32, CPU)
-    shape = dataclasses.replace(tiny_pair("llama"), draft=HeadSource(path, head)).shape
+    config = Eagle3Source.read_head(path, TARGET)
+    head = Eagle3Source.load_head(path, config, torch.float32, CPU)
+    shape = dataclasses.replace(tiny_pair("llama"), draft=Eagle3Source(path, head)).shape
     assert shape.draft.weights == 4 * sum(map(prod, config.tensors.values()))
     settings = ReplicaConfig(device="cpu", block_size=4, num_gpu_blocks_override=64)
     plan = plan_memory(settings, shape, CPU, loaded=True)

@@ -18,13 +18,7 @@ from safetensors.torch import load_file
 from replicas.config import ReplicaConfig
 from replicas.drafters import DraftRequest
 from replicas.drafters.backlog import TOGETHER
-from replicas.drafters.one_pass import (
-    OnePassSource,
-    drafter as module,
-    layers as layers_module,
-    load_one_pass,
-    read_one_pass,
-)
+from replicas.drafters.one_pass import OnePassSource, drafter as module, layers as layers_module
 from replicas.drafters.one_pass.head_config import one_pass_config
 from replicas.errors import PairRefused
 from replicas.memory import plan_memory
@@ -101,8 +95,8 @@ def aux_layers(whole: dict[str, Any]) -> list[int]:
 
 def told_rows(path: str, lengths: Sequence[int], monkeypatch: pytest.MonkeyPatch) -> ToldRows:
     """Of a drafter in float64 with this head."""
-    of_head = read_one_pass(path, TARGET)
-    source = OnePassSource(path, load_one_pass(path, of_head, torch.float64, CPU))
+    of_head = OnePassSource.read_head(path, TARGET)
+    source = OnePassSource(path, OnePassSource.load_head(path, of_head, torch.float64, CPU))
     drafter: Any = drafter_in_float64(source)
     return ToldRows(drafter, drafter._layers.cache, module, lengths, monkeypatch)
 
@@ -326,7 +320,7 @@ def test_tensors_that_do_not_fit_are_refused_by_name(
 ) -> None:
     path = save_one_pass(tmp_path, TARGET, whole, **tensors)
     with pytest.raises(PairRefused, match=message):
-        load_one_pass(path, read_one_pass(path, TARGET), torch.float32, CPU)
+        OnePassSource.load_head(path, OnePassSource.read_head(path, TARGET), torch.float32, CPU)
 
 
 def test_ranks_refuse_a_head_that_needs_the_targets_output_matrix(tmp_path: Path) -> None:
@@ -350,7 +344,7 @@ def test_memory_is_planned_for_the_head_that_will_be_loaded(tmp_path: Path) -> N
         speculative_config={"method": "dspark", "model": path},
     )
     source = OnePassSource.read(config, TARGET)
-    head = load_one_pass(path, source.head.config, torch.float32, CPU)
+    head = OnePassSource.load_head(path, source.head.config, torch.float32, CPU)
     assert source.memory.weights == 4 * sum(map(prod, source.head.config.tensors.values()))
     assert source.memory.weights == sum(tensor.nbytes for tensor in head.tensors.values())
     shape = dataclasses.replace(tiny_pair("llama"), draft=source).shape

@@ -17,7 +17,7 @@ from transformers import AutoConfig
 
 from cluster.frontend.target_text import TargetText
 from replicas.config import ReplicaConfig, SpeculativeConfig
-from replicas.drafters.eagle3.weights import read_head
+from replicas.drafters.eagle3 import Eagle3Source
 from replicas.errors import PairRefused
 from replicas.models.loader import resolve
 from replicas.pair import load_pair
@@ -202,7 +202,7 @@ def test_a_heads_pickle_takes_no_more_memory_than_its_file(
     tracemalloc.start()
     try:
         with pytest.raises(PairRefused, match=r"^pytorch_model\.bin is no .* alone$"):
-            read_head(path, target)
+            Eagle3Source.read_head(path, target)
         # What was asked for is a gigabyte, or lists of 100 MiB and more.
         assert tracemalloc.get_traced_memory()[1] < 32 << 20
     finally:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from replicas.drafters.eagle3 import head_config
+from replicas.drafters.eagle3 import eagle3_config
 from replicas.training.head import Batch, TrainableHead
 from replicas.training.loss import soft_cross_entropy
 from tests.replicas.heads import TARGET_VOCAB, plain_head, said, tensors_of
@@ -29,7 +29,7 @@ def made(wiring: dict[str, Any]) -> tuple[TrainableHead, dict[str, torch.Tensor]
     target = target_model("llama")
     settings = {key: value for key, value in wiring.items() if key != "kind"}
     whole = said(True, wiring.get("kind", "llama"), **settings)
-    config = head_config(whole, {"d2t"}, target.config)
+    config = eagle3_config(whole, {"d2t"}, target.config)
     tensors = tensors_of(config)
     ids = torch.arange(config.vocab_size) + tensors["d2t"]
     embeddings = target.get_input_embeddings().weight.detach()

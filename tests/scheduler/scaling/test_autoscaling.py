@@ -192,6 +192,16 @@ def test_so_many_start_at_once_as_serve_already() -> None:
     assert found == [4, 8, 128]
 
 
+def test_a_quarter_of_many_replicas_goes_at_once_and_none_that_is_needed() -> None:
+    config = AutoscalingConfig(max_replicas=256, down_delay_s=10.0)
+    calm = Load(0, 0, tokens_per_s=100.0, committed_per_s=7000.0)
+    wanted, state, found = 200, ScalingState(), []
+    for look in range(6):
+        wanted, state = calm.wanted(config, wanted, state, 10.0 * look)
+        found.append(wanted)
+    assert found == [200, 150, 113, 100, 100, 100]
+
+
 @given(configs(), loads, st.integers(1, 12))
 def test_a_load_that_lasts_gets_the_replicas_that_serve_it_in_time(
     config: AutoscalingConfig, load: Load, wanted: int

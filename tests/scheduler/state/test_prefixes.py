@@ -32,6 +32,13 @@ def test_keys_of_what_has_grown_continue_those_before(tokens: list[int], cut: in
     assert block_keys(tokens, 4, "x", known) == block_keys(tokens, 4, "x")
 
 
+def test_a_sequence_has_the_keys_of_all_its_blocks_at_any_length() -> None:
+    for length in range(1, 20):
+        sequence = Sequence(Request("q", A[:length], 1), 1)
+        assert sequence.block_keys(4) == block_keys(A[:length], 4, sequence.salt)
+        assert sequence.block_keys(3) == block_keys(A[:length], 3, sequence.salt)
+
+
 @given(st.lists(st.lists(st.integers(0, 1), min_size=6, max_size=40), max_size=30))
 def test_the_set_is_bounded_and_never_claims_what_was_not_given(contents: list[list[int]]) -> None:
     most = 7

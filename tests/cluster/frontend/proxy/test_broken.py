@@ -1,12 +1,18 @@
 """Proves: where a frontend ends in the middle of a call, Serve's proxy says so: a 503 with the time
 to come back before the answer has begun, an event that says how to go on within a stream of events,
-and nothing else is changed.
+and nothing else is changed. The client that the page shows goes on there.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import re
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +20,7 @@ import pytest
 from cluster.frontend.proxy.broken import WholeAnswers
 from tests.cluster.frontend.http_rig import Answer, http
 
+PAGE = Path(__file__).parents[4] / "docs" / "clients.md"
 EVENTS = [(b"content-type", b"text/event-stream")]
 JSON = [(b"content-type", b"application/json")]
 
@@ -62,6 +69,33 @@ async def test_a_stream_of_events_ends_with_one_that_says_how_to_go_on() -> None
     said = json.loads(events[-1].removeprefix("data: "))["error"]
     assert said["status"] == "UNAVAILABLE"
     assert "Last-Event-ID" in said["message"]
+
+
+async def test_the_function_of_the_page_goes_on_behind_that_event(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As docs/clients.md has it; the package that it calls is played here."""
+    errors = {"APIStatusError": OSError, "APIConnectionError": OSError}
+    monkeypatch.setitem(sys.modules, "openai", SimpleNamespace(**errors))
+    monkeypatch.setitem(sys.modules, "httpx2", SimpleNamespace(TransportError=OSError))
+    monkeypatch.setattr(time, "sleep", lambda _s: None)
+    (source,) = re.findall(r"```python\n(.*?def continued.*?)```", PAGE.read_text(), re.DOTALL)
+    told: dict[str, Any] = {}
+    exec(source, told)
+    cut, _ = await through(start(headers=EVENTS), body(b'id: a:0:1\ndata: {"n": 1}\n\n', True))
+    whole, _ = await through(
+        start(headers=EVENTS), body(b'id: a:0:2\ndata: {"n": 2}\n\ndata: [DONE]\n\n')
+    )
+    asked: list[dict[str, str]] = []
+
+    @contextmanager
+    def create(extra_headers: dict[str, str], **_more: Any) -> Iterator[Any]:
+        asked.append(extra_headers)
+        lines = (cut, whole)[len(asked) - 1].body.decode().splitlines()
+        yield SimpleNamespace(iter_lines=lambda: lines)
+
+    assert list(told["continued"](create)) == [{"n": 1}, {"n": 2}]
+    assert asked == [{}, {"Last-Event-ID": "a:0:1"}]
 
 
 @pytest.mark.parametrize(
