@@ -21,7 +21,7 @@ from scheduler.config import SchedulerConfig
 from scheduler.messages import Request
 from tests.oracle.drafters import replica_of
 from tests.reference import plain_greedy
-from tests.replicas.every_family import KINDS, small_model
+from tests.replicas.models.every_family import KINDS, small_model
 from tests.tiny_pairs import VOCAB, pair_of
 
 PAGE = Path("docs/models.md")
