@@ -32,9 +32,10 @@ from replicas.models.decoder import JoinedDecoder, NotJoined
 from replicas.models.device_attention import paged_backend
 from replicas.models.load_check import Finding, LoadCheck
 from replicas.models.own_code.layer_reading import layers_of
-from replicas.models.own_code.own_layers import OwnProducts, is_part
+from replicas.models.own_code.own_layers import OwnProducts
 from replicas.models.paged_model import AttentionBackend, Output, PagedModel
 from replicas.models.reference import FINER
+from replicas.models.weights.rank_weights import is_part
 
 _TRIAL_TOKENS = 8
 

@@ -22,10 +22,8 @@ from replicas.kv_cache import PagedCache, TokenRange, divided_into_passes
 from replicas.models.decoder import JoinedDecoder, LayerAttention
 from replicas.models.own_code.current_pass import PASS, BatchLayout, CurrentPass
 from replicas.models.own_code.experts import EXPERTS, ON_DEVICE
-from replicas.models.own_code.layer_reading import chooses_logits, compute_by
+from replicas.models.own_code.layer_reading import ATTENTION, chooses_logits, compute_by
 from replicas.transfers import upload
-
-ATTENTION = "lockstep_paged"
 
 ERROR_FLOOR = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """An error that is always accepted, as a share of the largest logit: the noise of a few tokens."""

@@ -26,6 +26,7 @@ _ROWS, _ROWS_OF_WHOLE = "rowwise", "rowwise_split_input"
 _EXPERTS = "moe_tp_experts"
 _WHOLE = frozenset({"embedding_rowwise", "replicated_with_grad_allreduce", "replicate"})
 """Left on every rank: an embedding is looked up, not multiplied, and norms are small."""
+_PART = "lockstep_part"
 
 
 def keep_own_part(model: PreTrainedModel, rank: int, ranks: int) -> None:
@@ -58,6 +59,12 @@ def keep_own_part(model: PreTrainedModel, rank: int, ranks: int) -> None:
     config.head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     config.num_key_value_heads = (getattr(config, "num_key_value_heads", None) or heads) // ranks
     config.num_attention_heads = heads // ranks
+    setattr(model, _PART, True)
+
+
+def is_part(model: PreTrainedModel) -> bool:
+    """Whether it is a rank's part of a model: sums are finished elsewhere."""
+    return getattr(model, _PART, False)
 
 
 def _refused(why: str) -> PairRefused:
