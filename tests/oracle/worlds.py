@@ -1,8 +1,8 @@
 """Requests of mixed length that arrive at different times, an engine to run them, and what they
 must return: those of tiny pairs, and of the embedded one, named "demo".
 
-`Mortal` is a world with all that a request may live through: prompts filled in chunks, prefixes that
-several share, blocks that run out, batches that fail in the middle and run again, replicas that die.
+`Mortal` is a world with all that a request may live through: prompts filled in chunks, prefixes
+that several share, blocks that run out, batches that fail in the middle, replicas that die.
 """
 
 from __future__ import annotations
