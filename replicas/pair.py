@@ -32,6 +32,7 @@ from replicas.models import (
     without_storage,
 )
 from replicas.names import ACCEPTANCE
+from scheduler.config import DRAFT_LEN_MAX
 
 
 @dataclass(frozen=True)
@@ -114,6 +115,24 @@ def load_pair(config: ReplicaConfig, read: Pair | None = None) -> Pair:
 
     target = load_model(path, config, device, ACCEPTANCE, "target", divide)
     return replace(read, target=target, draft=draft, device=device)
+
+
+def drafting(
+    config: ReplicaConfig, plan: MemoryPlan, drafter: Drafter | None, source: DraftSource | None
+) -> dict[str, Any]:
+    """What a ReplicaSpec says of the drafter."""
+    if drafter is None:
+        return {"draft_len_max": 0}
+    said = config.drafting
+    most = plan.draft_len_max(said.num_speculative_tokens or DRAFT_LEN_MAX)
+    if source is not None and source.draft_len_max is not None:
+        most = min(most, source.draft_len_max)
+    return {
+        "draft": drafter.name,
+        "drafter": said.method,
+        "draft_len_max": most,
+        "draft_len": None if said.adaptive else most,
+    }
 
 
 def check_positions(config: Any) -> None:

@@ -33,7 +33,7 @@ PROMPT = "The for statement is used to iterate over the elements of a sequence"
 AUTOSCALING: dict[str, Any] = {
     "min_replicas": 0,
     "max_replicas": 4,
-    "drain_s": 0.5,
+    "drain_s": 2.0,
     "up_delay_s": 1.0,
     "down_delay_s": 45.0,
     "idle_s": 12.0,

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from cluster import lockstep_version
 from cluster.cli.bench import bench
 from cluster.cli.client_flags import PriorityName, with_request, with_server
 from cluster.cli.flags import ENGINE, PARSERS, SectionedCommand, help_of, with_settings
@@ -39,9 +40,7 @@ Verbose = Annotated[
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        from importlib.metadata import version
-
-        typer.echo(f"lockstep {version('lockstep')}")
+        typer.echo(f"lockstep {lockstep_version()}")
         raise typer.Exit()
 
 

@@ -29,6 +29,7 @@ from replicas.models.paged_model import (
     Model,
     Output,
     PagedModel,
+    fill,
     prefill,
 )
 from replicas.models.reference import Judgement, judge

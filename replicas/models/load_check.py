@@ -128,7 +128,7 @@ class LoadCheck:
         rows = len(self._parts)
         columns = -(-max(map(sum, self._parts)) // self._size)
         order = torch.randperm(rows * columns, generator=torch.Generator().manual_seed(2))
-        return 1 + order.view(rows, columns).to(paged.device)
+        return paged.cache.trial_table(1 + order.view(rows, columns).to(paged.device))
 
     def _together(self, paged: PagedModel, trial: Trial) -> list[torch.Tensor]:
         table, done = self._table(paged), [0] * len(trial.parts)

@@ -1,8 +1,9 @@
 """Proves: what `serve deploy` changes in the shipped configuration costs a client that never asks
 twice nothing: no call is lost, none gets an answer of two models, and answers come all the time. A
-change that fails, or that no node could serve, leaves what runs. With one replica and no place for
-another beside it each call is answered or refused with the time to come back; where no replica can
-start it is refused with the reason; and a killed frontend leaves no bare error.
+change that fails, or that no node could serve, leaves what runs, and so does `lockstep serve`. With
+one replica and no place for another beside it each call is answered or refused with the time to
+come back; where no replica can start it is refused with the reason; and a killed frontend leaves no
+bare error.
 
 The load asks through the `openai` package where that is installed (`make test-slow` does it), else
 in the same way by Python's own HTTP. Replicas have fakes, whose start takes longer than the grace.
@@ -233,6 +234,30 @@ def test_what_fails_or_cannot_be_served_leaves_what_runs(
     assert not seen.lost, seen.lost[:3]
     assert not seen.mixed("one")
     assert hosted.processes("replica") == before[0]
+
+
+def test_lockstep_serve_takes_the_place_of_no_application_that_it_did_not_make(
+    hosted: HostedCluster, shipped: Shipped
+) -> None:
+    data = shipped.changed(1)
+    hosted.declare(data)
+    hosted.wait_for_state(rolled(data), BOUND_S)
+    before = hosted.processes()
+    server = hosted.config.server
+    ports = ["--http-port", server.http_port, "--grpc-port", server.grpc_port]
+    command = [sys.executable, "-m", "cluster.cli.main", "serve", "tiny", "--device", "cpu", *ports]
+    ran = subprocess.run(
+        list(map(str, command)),
+        env=os.environ | {"RAY_ADDRESS": hosted.ray_address()},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=BOUND_S,
+    )
+    assert ran.returncode == 1, ran.stdout
+    assert "it stays as it is. --replace takes its place" in ran.stdout
+    assert "Traceback" not in ran.stdout
+    assert hosted.processes() == before
 
 
 def test_without_a_place_for_a_second_replica_each_call_is_answered_or_told_when_to_come_back(

@@ -34,6 +34,9 @@ def main() -> int:
         "--kinds", nargs="*", choices=[kind.value for kind in Kind], default=[*Kind]
     )
     parser.add_argument("--shards", type=int, default=1, help="pools that share the fakes")
+    parser.add_argument(
+        "--slower", type=float, default=1.0, help="times pauses and patience: a busy machine"
+    )
     parser.add_argument("--json", type=Path, help="write the figures here")
     args = parser.parse_args()
     seed = Random().randrange(10**6) if args.seed is None else args.seed
@@ -46,6 +49,7 @@ def main() -> int:
         kinds,
         lambda line: print(line, flush=True),
         args.shards,
+        args.slower,
     )
     for figures in phases:
         print(f"\n{figures['phase']}, {figures['seconds']:.0f} s\n{sentences(figures)}")

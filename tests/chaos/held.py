@@ -118,6 +118,10 @@ class Held:
         )
         ray.get(pool.status.remote(), timeout=START_S)
 
+    def ray_address(self) -> str:
+        address: str = ray.get_runtime_context().gcs_address
+        return address
+
     def processes(self) -> list[Process]:
         return cluster_processes()
 

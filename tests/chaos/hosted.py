@@ -32,7 +32,7 @@ from protos import lockstep_pb2 as pb
 from replicas.config import ReplicaConfig
 from tests.free_ports import free_port
 
-START_S = 240.0
+START_S = 600.0
 _CALL_S = 120.0
 _ROOT = Path(__file__).resolve().parents[2]
 
@@ -137,6 +137,11 @@ class HostedCluster:
     def become(self, plan: Plan) -> None:
         """Deploys another plan on the Ray and the ports that are there."""
         self._call("deploy", plan)
+
+    def ray_address(self) -> str:
+        """By which others join its Ray."""
+        address: str = self._call("ray_address")
+        return address
 
     def change(self, number: int) -> None:
         """Deploys settings of the plan that give no other tokens, as the number draws them; returns

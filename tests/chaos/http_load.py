@@ -59,7 +59,7 @@ class HttpClient:
         self.begun = 0
         """Streams that have brought something."""
 
-    async def put(self, ask: Ask) -> Outcome:
+    async def put(self, ask: Ask, bound_s: float = ANSWER_S_MAX) -> Outcome:
         """One request to its end. Never raises for what the cluster does."""
         number, outcome = len(self._ends), Outcome(ask, time.monotonic(), http=True)
         self._ends[number] = asyncio.get_running_loop().create_future()
@@ -68,10 +68,10 @@ class HttpClient:
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(call).encode() + b"\n")
         try:
-            async with asyncio.timeout(ANSWER_S_MAX):
+            async with asyncio.timeout(bound_s):
                 seen = await self._ends[number]
         except TimeoutError:
-            seen = {"error": f"no end within {ANSWER_S_MAX:.0f} s"}
+            seen = {"error": f"no end within {bound_s:.0f} s"}
         outcome.ended_s = time.monotonic()
         outcome.tokens, outcome.text = seen.get("tokens", []), seen.get("text", "")
         outcome.silence_s = seen.get("silence_s", 0.0)

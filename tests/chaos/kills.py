@@ -13,8 +13,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import StrEnum
 from random import Random
+from typing import TypeVar
 
 from tests.chaos.hosted import HostedCluster
+
+T = TypeVar("T")
 
 
 class Kind(StrEnum):
@@ -96,7 +99,8 @@ class Striker:
     def _signal(self, strike: Strike) -> None:
         """Ends a process, or has it stand still."""
         freezes = strike.kind is Kind.FREEZE
-        found = self._hosted.processes("replica" if freezes else strike.kind.value)
+        kind = "replica" if freezes else strike.kind.value
+        found = self._again(lambda: self._hosted.processes(kind))
         if not found:
             return
         pid = found[int(strike.choice * len(found))].pid
@@ -124,13 +128,11 @@ class Striker:
         self._again(lambda: self._hosted.change(number))
 
     @staticmethod
-    def _again(call: Callable[[], None]) -> None:
+    def _again(call: Callable[[], T]) -> T:
         """Serve's controller may have been killed a moment ago."""
-        for attempt in range(10):
+        for _ in range(9):
             try:
-                call()
-                return
+                return call()
             except RuntimeError:
-                if attempt == 9:
-                    raise
                 time.sleep(1.0)
+        return call()

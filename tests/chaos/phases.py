@@ -19,7 +19,7 @@ from tests.chaos.answers import Base, fake_bases, real_bases
 from tests.chaos.hosted import HostedCluster, Plan, cluster_config
 from tests.chaos.http_load import HttpClient, http_client, takes
 from tests.chaos.kills import SERVER_KINDS, Kind, Strike, Striker, draw_strikes
-from tests.chaos.load import GOOD, Outcome, Verdict, longest_silence_s, put
+from tests.chaos.load import ANSWER_S_MAX, GOOD, Outcome, Verdict, longest_silence_s, put
 from tests.chaos.memory import Memory
 from tests.chaos.mix import Mix, draw_prompts, draw_samplings
 from tests.cluster.fakes import load_fake, load_fake_text
@@ -44,15 +44,19 @@ class Phase:
     text: TargetText
     in_flight: int
     strikes: Sequence[Strike]
+    slower: float = 1.0
+    """How many times as long as on a machine with nothing else to do all may take."""
 
     @property
     def retry(self) -> RetryPolicy:
         """The cluster alone must hide what is behind its door; only the client what is the door."""
         behind = all(strike.kind in SERVER_KINDS for strike in self.strikes)
-        return NO_RETRY if behind else RetryPolicy(give_up_s=100.0, attempts_max=1000)
+        return NO_RETRY if behind else RetryPolicy(give_up_s=100.0 * self.slower, attempts_max=1000)
 
 
-def fake_phase(rng: Random, seconds: float, kinds: Sequence[Kind], shards: int = 1) -> Phase:
+def fake_phase(
+    rng: Random, seconds: float, kinds: Sequence[Kind], shards: int = 1, slower: float = 1.0
+) -> Phase:
     """Three fakes: much in flight, quick to come back."""
     config = cluster_config(
         replicas=3,
@@ -65,11 +69,13 @@ def fake_phase(rng: Random, seconds: float, kinds: Sequence[Kind], shards: int =
     plan = Plan(config, partial(load_fake, step_s=0.03, prefill_s=0.02), load_fake_text)
     text = load_fake_text(config.replica)
     bases = fake_bases(draw_prompts(rng, text, PROMPTS))
-    strikes = draw_strikes(rng, seconds, (3.0, 8.0), kinds)
-    return Phase("fakes", plan, bases, text, 32, strikes)
+    strikes = draw_strikes(rng, seconds, (3.0 * slower, 8.0 * slower), kinds)
+    return Phase("fakes", plan, bases, text, 32, strikes, slower)
 
 
-def real_phase(rng: Random, seconds: float, kinds: Sequence[Kind], directory: Path) -> Phase:
+def real_phase(
+    rng: Random, seconds: float, kinds: Sequence[Kind], directory: Path, slower: float = 1.0
+) -> Phase:
     """Two replicas with the tiny random pair; answers were generated alone, one token a step."""
     from tests.integration.pairs import pair_settings, write_pair
 
@@ -80,8 +86,8 @@ def real_phase(rng: Random, seconds: float, kinds: Sequence[Kind], directory: Pa
     text = TargetText.load(config.replica)
     prompts = draw_prompts(rng, text, REAL_PROMPTS)
     bases = real_bases(config, prompts, draw_samplings(rng, REAL_PROMPTS))
-    strikes = draw_strikes(rng, seconds, (4.0, 8.0), kinds)
-    return Phase("real pair", Plan(config), bases, text, 16, strikes)
+    strikes = draw_strikes(rng, seconds, (4.0 * slower, 8.0 * slower), kinds)
+    return Phase("real pair", Plan(config), bases, text, 16, strikes, slower)
 
 
 def run_phase(
@@ -95,7 +101,7 @@ def run_phase(
         memory = Memory(hosted)
         with striker.striking(phase.strikes), memory.sampled():
             outcomes = asyncio.run(_load(hosted, phase, mix, seconds, striker, say))
-        left = _left_over(hosted)
+        left = _left_over(hosted, phase.slower)
     if phase.strikes and not striker.struck:
         left += "no strike has hit anything"
     figures = summary(outcomes, striker.struck, left)
@@ -111,16 +117,16 @@ async def _load(
     striker: Striker,
     say: Callable[[str], None],
 ) -> list[Outcome]:
-    start_s = time.monotonic()
+    start_s, bound_s = time.monotonic(), ANSWER_S_MAX * phase.slower
     outcomes: list[Outcome] = []
 
     async def one_after_the_other(over_grpc: AsyncClient, over_http: HttpClient | None) -> None:
         while time.monotonic() - start_s < seconds:
             ask = mix.draw()
             if over_http is not None and takes(ask):
-                outcome = await over_http.put(ask)
+                outcome = await over_http.put(ask, bound_s)
             else:
-                outcome = await put(over_grpc, ask)
+                outcome = await put(over_grpc, ask, bound_s)
             outcomes.append(outcome)
             if outcome.verdict() not in GOOD:
                 say(f"{phase.name}, second {time.monotonic() - start_s:.0f}: {outcome.sentence()}")
@@ -152,11 +158,11 @@ def _listed(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{count} {name}" for name, count in sorted(counts.items())) or "none"
 
 
-def _left_over(hosted: HostedCluster) -> str:
+def _left_over(hosted: HostedCluster, slower: float) -> str:
     """What should not be there once all requests have ended; empty if nothing is."""
     try:
-        hosted.wait_for_replicas(hosted.config.replicas, _REPLICAS_S)
-        hosted.wait_until_idle(_IDLE_S)
+        hosted.wait_for_replicas(hosted.config.replicas, _REPLICAS_S * slower)
+        hosted.wait_until_idle(_IDLE_S * slower)
     except AssertionError as error:
         return str(error)
     return ""
@@ -169,20 +175,22 @@ def run_all(
     kinds: Sequence[Kind],
     say: Callable[[str], None],
     shards: int = 1,
+    slower: float = 1.0,
 ) -> list[dict[str, Any]]:
     """The phases of a run, one after the other; each draws from a generator of its own.
 
-    The fakes are in so many shards, the real pair in one.
+    The fakes are in so many shards, the real pair in one. `slower`: so many times the pauses
+    between strikes, and the patience.
     """
     figures = []
     with tempfile.TemporaryDirectory() as directory:
         if real_share > 0:
             rng, part_s = Random(f"{seed}/real"), seconds * real_share
-            phase = real_phase(rng, part_s, kinds, Path(directory))
+            phase = real_phase(rng, part_s, kinds, Path(directory), slower)
             figures.append(run_phase(phase, rng, part_s, say))
         if real_share < 1:
             rng, part_s = Random(f"{seed}/fakes"), seconds * (1 - real_share)
-            phase = fake_phase(rng, part_s, kinds, shards)
+            phase = fake_phase(rng, part_s, kinds, shards, slower)
             figures.append(run_phase(phase, rng, part_s, say))
     return figures
 

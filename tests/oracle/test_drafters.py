@@ -24,8 +24,7 @@ from replicas.stopwatch import Stopwatch
 from scheduler.config import SchedulerConfig
 from scheduler.messages import Priority, Request
 from tests.oracle.drafters import ORACLES, replica_of, toy_source
-from tests.oracle.mortal import TIGHT, Mortal
-from tests.oracle.worlds import conversations, sampled
+from tests.oracle.worlds import TIGHT, Mortal, conversations, sampled
 from tests.reference import plain_greedy
 from tests.tiny_pairs import VOCAB, pair_in, target_model, tiny_pair, tiny_replica
 

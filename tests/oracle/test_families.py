@@ -19,8 +19,7 @@ from scheduler.config import SchedulerConfig
 from scheduler.decoding import Decoding
 from scheduler.messages import Priority, Request
 from tests.oracle.drafters import replica_of
-from tests.oracle.mortal import TIGHT, Mortal
-from tests.oracle.worlds import conversations
+from tests.oracle.worlds import TIGHT, Mortal, conversations
 from tests.reference import plain_greedy
 from tests.replicas.families import family_model, family_pair
 

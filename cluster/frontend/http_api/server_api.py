@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from importlib.metadata import version
 from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 
+from cluster import lockstep_version
 from cluster.frontend.http_api.bodies.openapi import document, page
 from cluster.frontend.http_api.edge import check_model, checked_caller
 from cluster.frontend.service import FrontendService
@@ -51,7 +51,7 @@ def server_router(service: FrontendService) -> APIRouter:
 
     @router.get("/version")
     async def versions() -> JSONResponse:
-        return JSONResponse({"version": version("lockstep")})
+        return JSONResponse({"version": lockstep_version()})
 
     return router
 

@@ -1,7 +1,9 @@
 """Ends an answer whose frontend has ended in the middle of it, as a frontend would.
 
 Serve's proxy then sends nothing, or nothing more, and the HTTP server makes a bare error 500 or a
-cut connection of it. A client reads here that it may ask again, or go on behind its last event.
+cut connection of it. A client reads here that it may ask again, or go on behind its last event. And
+a proxy that has just started, in place of one that died, knows no application for a while: it calls
+every path not found.
 """
 
 from __future__ import annotations
@@ -15,8 +17,10 @@ from cluster.frontend.http_api.error_body import error_body
 
 RETRY_AFTER = (b"retry-after", b"1")
 _GONE = "the frontend of this call has ended; ask again"
+_NO_APPLICATION = "no application is here yet; ask again"
 _GONE_STREAM = "the frontend of this stream has ended; continue it with Last-Event-ID"
-_BODY = json.dumps(error_body("UNAVAILABLE", _GONE, 503)).encode()
+_NO_ROUTE = b"Ping http://.../-/routes for available routes."
+"""How Serve ends its own 404. The application takes every path, so it means that there is none."""
 _EVENT = b"data: " + json.dumps(error_body("UNAVAILABLE", _GONE_STREAM, 503)).encode() + b"\n\n"
 
 
@@ -31,25 +35,40 @@ class WholeAnswers:
             await self._app(scope, receive, send)
             return
         started, ended, events = False, False, False
+        not_found: Message | None = None
 
         async def noting(message: Message) -> None:
-            nonlocal started, ended, events
+            nonlocal started, ended, events, not_found
             if message["type"] == "http.response.start":
                 started = True
+                if message["status"] == 404:
+                    not_found = message
+                    return
                 events = _are_events(message.get("headers", ()))
                 message = _with_retry_after(message)
             elif not message.get("more_body", False):
                 ended = True
+            if not_found is not None:
+                if message.get("body", b"").endswith(_NO_ROUTE):
+                    await _refuse(send, _NO_APPLICATION)
+                    return
+                await send(not_found)
+                not_found = None
             await send(message)
 
         await self._app(scope, receive, noting)
-        if not started:
-            headers = [(b"content-type", b"application/json"), RETRY_AFTER]
-            await send({"type": "http.response.start", "status": 503, "headers": headers})
-            await send({"type": "http.response.body", "body": _BODY})
+        if not started or (not_found is not None and not ended):
+            await _refuse(send, _GONE)
         elif events and not ended:
             # What came of an event that was cut is none, and ends here.
             await send({"type": "http.response.body", "body": b"\n\n" + _EVENT})
+
+
+async def _refuse(send: Send, why: str) -> None:
+    headers = [(b"content-type", b"application/json"), RETRY_AFTER]
+    body = json.dumps(error_body("UNAVAILABLE", why, 503)).encode()
+    await send({"type": "http.response.start", "status": 503, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
 
 
 def _are_events(headers: Iterable[tuple[bytes, bytes]]) -> bool:

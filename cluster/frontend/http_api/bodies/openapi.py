@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import html
 from collections.abc import Mapping
-from importlib.metadata import version
 from typing import Any
 
 from pydantic.json_schema import models_json_schema
 
+from cluster import lockstep_version
 from cluster.frontend.http_api.bodies.chat import ChatRequest
 from cluster.frontend.http_api.bodies.check import Known
 from cluster.frontend.http_api.bodies.completions import CompletionRequest
@@ -81,7 +81,7 @@ def document(root_path: str = "") -> dict[str, Any]:
         }
     return {
         "openapi": "3.1.0",
-        "info": {"title": "Lockstep", "version": version("lockstep")},
+        "info": {"title": "Lockstep", "version": lockstep_version()},
         "servers": [{"url": root_path or "/"}],
         "paths": paths,
         "components": {"schemas": {**schemas["$defs"], "Error": _ERROR}},

@@ -10,6 +10,7 @@ import asyncio
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,17 @@ async def test_texts_become_tokens_and_tokens_texts() -> None:
         back = await post(app, "/detokenize", tokens=PROMPT_IDS, model=None)
         assert back.json == {"prompt": PROMPT}
         assert (await http(app, path="/version")).json["version"]
+
+
+async def test_a_checkout_that_is_not_installed_serves_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def unknown(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr("importlib.metadata.version", unknown)
+    async with http_frontend(replicas=0, text=TEXT) as app:
+        assert (await http(app, path="/version")).json["version"] == "0+source"
 
 
 async def test_special_tokens_tools_and_options_of_the_template() -> None:

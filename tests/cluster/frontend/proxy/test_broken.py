@@ -1,6 +1,7 @@
 """Proves: where a frontend ends in the middle of a call, Serve's proxy says so: a 503 with the time
-to come back before the answer has begun, an event that says how to go on within a stream of events,
-and nothing else is changed. The client that the page shows goes on there.
+to come back before the answer has begun, or while the proxy knows no application, an event that
+says how to go on within a stream of events, and nothing else is changed. The client that the page
+shows goes on there.
 """
 
 from __future__ import annotations
@@ -59,6 +60,20 @@ async def test_an_answer_that_has_not_begun_is_a_503_with_the_time_to_come_back(
     assert answer.error["status"] == "UNAVAILABLE"
 
 
+async def test_a_404_whose_body_never_comes_is_a_503() -> None:
+    answer, ended = await through(start(404))
+    assert (answer.status, ended) == (503, True)
+
+
+async def test_a_proxy_that_knows_no_application_yet_says_when_to_come_back() -> None:
+    plain = [(b"content-type", b"text/plain; charset=utf-8")]
+    said = b"Path '/v1/completions' not found. Ping http://.../-/routes for available routes."
+    answer, ended = await through(start(404, plain), body(said))
+    assert (answer.status, ended) == (503, True)
+    assert int(answer.headers["retry-after"]) >= 1
+    assert answer.error["status"] == "UNAVAILABLE"
+
+
 async def test_a_stream_of_events_ends_with_one_that_says_how_to_go_on() -> None:
     answer, ended = await through(start(headers=EVENTS), body(b"id: a:0:1\ndata: {}\n\ndat", True))
     assert ended
@@ -104,6 +119,7 @@ async def test_the_function_of_the_page_goes_on_behind_that_event(
         [start(), body(b"{}")],
         [start(headers=EVENTS), body(b"data: {}\n\n", True), body(b"")],
         [start(500), body(b"{}")],
+        [start(404), body(b"{", True), body(b"}")],
         # What a client that waits for so many bytes must see as broken.
         [start(), body(b"{", True)],
     ],
