@@ -67,7 +67,13 @@ $(CLIENTS)/.%-done: tests/clients/%.txt | $(SETUP)
 	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
 	touch $@
 
-test-clients: $(SETUP) $(CLIENTS)/.all-done  ## openai, lm-eval, AIPerf, curl, grpcurl against a server
+WRAPPERS := .venv-wrappers
+$(WRAPPERS)/.done: tests/clients/wrappers.txt | $(SETUP)
+	test -x $(WRAPPERS)/bin/python || $(BIN)/python -m venv $(WRAPPERS)
+	$(WRAPPERS)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	touch $@
+
+test-clients: $(SETUP) $(CLIENTS)/.all-done $(WRAPPERS)/.done  ## openai, lm-eval, AIPerf, GuideLLM, litellm, LangChain ... against a server
 	$(BIN)/python -m pytest tests/clients -m clients -rP
 
 test-clients-light: $(SETUP) $(CLIENTS)/.light-done  ## openai, anthropic, a browser, curl, grpcurl: those that are installed in seconds
@@ -155,5 +161,5 @@ soak: $(SETUP) $(CLIENTS)/.light-done  ## the load of chaos and no kills: memory
 	$(BIN)/python -m tests.chaos --kinds --real-share 1 --minutes $(MINUTES) --json $(RESULTS)/soak.json
 
 clean:  ## remove the .venv and all caches
-	rm -rf $(VENV) $(CLIENTS) $(LOAD) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(CLIENTS) $(LOAD) $(WRAPPERS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

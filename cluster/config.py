@@ -118,7 +118,6 @@ class ServerConfig(_Settings):
         min_length=1,
         description="Name of the model in OpenAI's API; null takes the target's name as given.",
     )
-
     log_format: LogFormat = Field(
         "text", description="Of the log: text, or a JSON object per line."
     )
@@ -127,6 +126,8 @@ class ServerConfig(_Settings):
         description="Unknown names in HTTP bodies: they have no effect and are told of in the "
         "answer's header x-lockstep-ignored, or the request is refused.",
     )
+    return_tokens_as_token_ids: bool = Field(False, description="Logprobs name tokens by ids.")
+    enable_force_include_usage: bool = Field(False, description="Streams always tell usage.")
     root_path: str = Field(
         "",
         pattern="^(/[^/]+)*$",

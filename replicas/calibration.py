@@ -91,7 +91,7 @@ def first_right(replica: Trial, rows: int) -> float | None:
     spec, rng = replica.spec, Random(0)
     length = 2 + 2 * RIGHT_STEPS
     blocks = -(-length // spec.block_size)
-    if length > spec.context_len or rows * blocks > spec.kv_blocks:
+    if length > spec.context_len or rows * spec.blocks_taken(blocks) > spec.kv_blocks:
         return None
     contents = [tuple(rng.choices(range(spec.vocab_size), k=2)) for _ in range(rows)]
     tried_out = _tried(replica, contents, 2 * RIGHT_STEPS, [1] * (RIGHT_STEPS - 1), 0.7)
@@ -144,7 +144,7 @@ def _prefills(replica: Trial) -> list[TriedBatch]:
     for size in CHUNKS:
         content = (0,) * (size + 1)
         blocks = -(-(len(content) + 1) // spec.block_size)
-        if len(content) >= spec.context_len or blocks > spec.kv_blocks:
+        if len(content) >= spec.context_len or spec.blocks_taken(blocks) > spec.kv_blocks:
             break
         tried = [_tried(replica, [content], 1)[0] for _ in range(PREFILLS + 1)]
         found += tried[1:]
@@ -160,7 +160,8 @@ def _steps(replica: Trial, rows_max: int, draft_len_max: int) -> list[TriedBatch
     each = STEPS + 1
     length_max = LENGTH + each * len(draft_lens) * (max(draft_lens) + 1)
     blocks = -(-length_max // spec.block_size)
-    most = spec.kv_blocks // blocks if length_max <= spec.context_len else 0
+    fits = length_max <= spec.context_len
+    most = spec.kv_blocks // spec.blocks_taken(blocks) if fits else 0
     most = min(most, spec.rows_max or most, rows_max)
     found: list[TriedBatch] = []
     for count in dict.fromkeys(min(rows, most) for rows in ROWS if most):

@@ -20,6 +20,7 @@ import torch
 
 from replicas.decoding import DecodingRows
 from replicas.drafters import Drafter, DraftRequest, Observation, Proposal
+from replicas.kv_cache import first_table
 from replicas.models import BatchLayout, ForwardOptions, Model
 from replicas.sampling import SamplingBatch, choose
 from replicas.stopwatch import Stopwatch
@@ -49,15 +50,15 @@ class Outcome:
 def step(
     target: Model,
     drafter: Drafter | None,
-    rows: DraftRequest,  # without noise
+    rows: DraftRequest,  # without noise; `table` has all groups of the target's layers
     hooks: DecodingRows | None,
     watch: Stopwatch,
 ) -> Outcome:
     """Propose, verify, choose, commit, advance; requests may change drafts and logits."""
-    starts = [len(content) - 1 for content in rows.contents]
-    layout = target.backend.step_layout(rows.table, starts, 1 + max(rows.draft_lens))
+    starts, table = [len(content) - 1 for content in rows.contents], rows.table
+    layout = target.backend.step_layout(table, starts, 1 + max(rows.draft_lens))
     noise = rows.sampling.noise_after(layout.positions)
-    rows = replace(rows, noise=noise, token_most=target.vocab)
+    rows = replace(rows, noise=noise, token_most=target.vocab, table=first_table(table))
     proposal, own, absent = _propose(drafter, rows, hooks, watch)
     if len(absent) == len(rows.ids):
         assert hooks is not None
@@ -71,7 +72,7 @@ def step(
         window = layout.window(0, k + 1)
     else:
         ranges = [(start, start + width) for start, width in zip(starts, widths, strict=True)]
-        window = target.backend.ranges_layout(rows.table, ranges)
+        window = target.backend.ranges_layout(table, ranges)
     chosen, hidden = _verify(target, drafter, rows, hooks, proposal, tokens, window, widths, watch)
     outcome = _outcome(rows, proposal, chosen, absent, hooks)
     left_out = outcome.absent | outcome.failures.keys()

@@ -7,7 +7,6 @@ not depend on what else is in the batch. What drafts is known by its `DraftSourc
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -26,12 +25,14 @@ from replicas.models import (
     layers_of,
     load_config,
     load_model,
+    remember_whole,
     resolve,
     resolve_device,
     weight_bytes,
     without_storage,
 )
 from replicas.names import ACCEPTANCE
+from scheduler.config import DRAFT_LEN_MAX
 
 
 @dataclass(frozen=True)
@@ -106,9 +107,32 @@ def load_pair(config: ReplicaConfig, read: Pair | None = None) -> Pair:
     rank = dist.get_rank() if config.tensor_parallel > 1 else 0
     path = resolve(config.target, "target", dtype_name(config))
     draft = None if read.draft is None else read.draft.load(config, device)
-    divide = partial(keep_own_part, rank=rank, ranks=config.tensor_parallel)
+
+    def divide(model: PreTrainedModel) -> None:
+        if config.tensor_parallel > 1:
+            remember_whole(model)
+        keep_own_part(model, rank, config.tensor_parallel)
+
     target = load_model(path, config, device, ACCEPTANCE, "target", divide)
     return replace(read, target=target, draft=draft, device=device)
+
+
+def drafting(
+    config: ReplicaConfig, plan: MemoryPlan, drafter: Drafter | None, source: DraftSource | None
+) -> dict[str, Any]:
+    """What a ReplicaSpec says of the drafter."""
+    if drafter is None:
+        return {"draft_len_max": 0}
+    said = config.drafting
+    most = plan.draft_len_max(said.num_speculative_tokens or DRAFT_LEN_MAX)
+    if source is not None and source.draft_len_max is not None:
+        most = min(most, source.draft_len_max)
+    return {
+        "draft": drafter.name,
+        "drafter": said.method,
+        "draft_len_max": most,
+        "draft_len": None if said.adaptive else most,
+    }
 
 
 def check_positions(config: Any) -> None:

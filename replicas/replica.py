@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from time import perf_counter
-from typing import Any
 
 import torch
 
@@ -17,18 +16,23 @@ from replicas.calibration import calibrated, probe
 from replicas.config import ReplicaConfig
 from replicas.cuda import GraphedModel, buckets
 from replicas.decoding import DecodingRows, RowState, load_grammars
-from replicas.drafters import Drafter, DraftRequest, DraftSource, Observation
+from replicas.drafters import Drafter, DraftRequest, Observation
 from replicas.eqspec import step
 from replicas.fingerprint import fingerprint
 from replicas.grammars import Grammars
-from replicas.kv_cache import BlockAllocator, OutOfBlocks, TokenRange
+from replicas.kv_cache import (
+    BlockAllocator,
+    OutOfBlocks,
+    TokenRange,
+    divided_into_passes,
+    first_table,
+)
 from replicas.memory import MemoryPlan, check_memory
-from replicas.models import ForwardOptions, Model, Output, build_model, prefill, resolve_device
-from replicas.pair import Pair, load_pair, read_pair
+from replicas.models import NONE, ForwardOptions, Model, Output, build_model, fill, resolve_device
+from replicas.pair import Pair, drafting, load_pair, read_pair
 from replicas.residents import Resident, Residents, Tally
 from replicas.sampling import SamplingBatch
 from replicas.stopwatch import Stopwatch
-from scheduler.config import DRAFT_LEN_MAX
 from scheduler.decoding import TokenLogprobs
 from scheduler.messages import (
     Batch,
@@ -69,12 +73,10 @@ class Replica:
         self._patient = config.tensor_parallel > 1
         """Ranks must do the same: none leaves a row out of a step by its own clock."""
         self._work = plan.work
-        self.blocks = BlockAllocator(plan.kv_blocks, config.block_size)
+        self.blocks = BlockAllocator(plan.cache_blocks, config.block_size, plan.groups)
         """Who has which KV blocks, of the target and of a draft model."""
-        name, blocks = pair.target_name, plan.kv_blocks
-        target, built = build_model(
-            pair.target, name, config, blocks, pair.context_len, plan.prepack
-        )
+        name, sizes = pair.target_name, (plan.cache_blocks, pair.context_len, plan.prepack)
+        target, built = build_model(pair.target, name, config, *sizes, groups=plan.groups)
         self.drafter = drafter = drafter or pair.drafter(config, plan)
         """None: it drafts nothing."""
         dtype = str(pair.dtype).removeprefix("torch.")
@@ -92,10 +94,11 @@ class Replica:
         self.spec = ReplicaSpec(
             kv_blocks=plan.kv_blocks,
             block_size=config.block_size,
+            kv_groups=plan.kv_groups,
             context_len=pair.context_len,
             vocab_size=pair.vocab_size,
             embedding_size=self.target.vocab,
-            **_drafting(config, plan, drafter, pair.draft),
+            **drafting(config, plan, drafter, pair.draft),
             rows_max=plan.rows_max,
             prefix_sharing=config.prefix_sharing,
             target=name,
@@ -171,8 +174,12 @@ class Replica:
         last = len(content) - 1
         self.blocks.grow(name, len(content))
         try:
+            for one_pass in divided_into_passes([(0, last)], self._work.pass_tokens):
+                _, (_, end) = one_pass[0]
+                self._one_pass([name], [content], one_pass)
+                self.blocks.slide(name, end)
+            self.blocks.reach(name, len(content))
             table = self.blocks.table([name], self._device)
-            prefill(self.target, [content], [(0, last)], table, self._work.pass_tokens)
             layout = self.target.backend.step_layout(table, [last], 1).window(0, 1)
             tokens = torch.tensor(content[-1:], device=self._device)
             logits = self.target.forward(tokens, layout).logits
@@ -199,11 +206,9 @@ class Replica:
                     self._fill_cache(ids, ranges, extras)
                 if self._device.type == "cuda":
                     torch.cuda.synchronize(self._device)
-                for sequence_id, (begin, end) in zip(ids, ranges, strict=True):
-                    begins[sequence_id] = begin
-                    resident = self._residents[sequence_id]
-                    resident.to_prefill = len(resident.content) - 1 - end
-                    self._residents.publish(sequence_id)
+                begins |= {
+                    sequence_id: begin for sequence_id, (begin, _) in zip(ids, ranges, strict=True)
+                }
         except BaseException:
             self.release(row.sequence_id for row in batch.prefill)
             raise
@@ -230,27 +235,41 @@ class Replica:
             assert begin >= self.blocks.frozen(sequence_id), f"{sequence_id}: shared blocks"
         residents = [self._residents[sequence_id] for sequence_id in ids]
         contents = [resident.content for resident in residents]
-        table = self.blocks.table(ids, self._device)
-        drafter, most = self.drafter, self._work.pass_tokens
         tells = any(resident.tells_of_prompt for resident in residents)
-
-        def on_pass(rows: list[int], parts: list[TokenRange], out: Output) -> None:
-            if drafter is not None:
-                some = [ids[row] for row in rows], [contents[row] for row in rows]
-                hidden = out.aux_hidden_states
-                drafter.observe(Observation(*some, parts, table[rows], aux_hidden_states=hidden))
-            first = 0
-            for row, (begin, end) in zip(rows, parts, strict=True) if tells else ():
-                assert out.logits is not None
-                logits = out.logits[first : first + end - begin]
-                logprobs = residents[row].prompt_logprobs(logits, begin)
-                extras.setdefault(ids[row], []).extend(logprobs)
-                first += end - begin
-
-        if tells:
-            most = min(most, LOGITS_MOST)
+        most = min(self._work.pass_tokens, LOGITS_MOST) if tells else self._work.pass_tokens
         options = ForwardOptions(logits=tells, aux_layers=self.aux_layers)
-        prefill(self.target, contents, ranges, table, most, options, on_pass)
+        for one_pass in divided_into_passes(ranges, most):
+            table, out = self._one_pass(ids, contents, one_pass, options)
+            rows, parts = [row for row, _ in one_pass], [part for _, part in one_pass]
+            if self.drafter is not None:
+                some = [ids[row] for row in rows], [contents[row] for row in rows]
+                seen = (*some, parts, first_table(table))
+                hidden = out.aux_hidden_states
+                self.drafter.observe(Observation(*seen, aux_hidden_states=hidden))
+            first = 0
+            for row, (begin, end) in one_pass:
+                if tells:
+                    assert out.logits is not None
+                    logits = out.logits[first : first + end - begin]
+                    logprobs = residents[row].prompt_logprobs(logits, begin)
+                    extras.setdefault(ids[row], []).extend(logprobs)
+                    first += end - begin
+                residents[row].to_prefill = len(contents[row]) - 1 - end
+                self._residents.publish(ids[row])
+                self._residents.settle(ids[row])
+
+    def _one_pass(
+        self,
+        ids: Sequence[str],
+        contents: Sequence[Sequence[int]],
+        one_pass: Sequence[tuple[int, TokenRange]],
+        options: ForwardOptions = NONE,
+    ) -> tuple[torch.Tensor, Output]:
+        """Fill these ranges of the target's cache; the rows' block tables, and what was wanted."""
+        for row, (_, end) in one_pass:
+            self.blocks.reach(ids[row], end)
+        table = self.blocks.table([ids[row] for row, _ in one_pass], self._device)
+        return table, fill(self.target, contents, one_pass, table, options)
 
     # ------------------------------------------------------------------ speculate
 
@@ -258,7 +277,8 @@ class Replica:
         start = perf_counter()
         watch = Stopwatch(self._device)
         ids = [row.sequence_id for row in batch.rows]
-        rows = [self._ready(row, batch.steps) for row in batch.rows]
+        most = self.blocks.steps_most(batch.steps, batch.draft_len)
+        rows = [self._ready(row, most) for row in batch.rows]
         before = [resident.tokens_left for resident in rows]
         tallies = [Tally(batch.draft_len) for _ in rows]
         table = self.blocks.table(ids, self._device)
@@ -270,7 +290,7 @@ class Replica:
             if any(resident.decoding is not None for resident in rows):
                 states = [self._row_state(sequence_id) for sequence_id in ids]
                 hooks = DecodingRows(states, self._patient)
-            for _ in range(batch.steps):
+            for _ in range(most):
                 caps = [
                     min(row.draft_len, resident.tokens_left - 1)
                     for row, resident in zip(batch.rows, rows, strict=True)
@@ -296,6 +316,8 @@ class Replica:
             if self.drafter is not None:
                 self.drafter.rollback(ids, [row.length for row in batch.rows])
             raise
+        for sequence_id in ids:
+            self._residents.settle(sequence_id)
         return StepResult(
             batch_id=batch.id,
             replica_id=batch.replica_id,
@@ -337,22 +359,5 @@ class Replica:
         # The last token committed has no KV entry yet.
         most = min(steps * (row.draft_len + 1), resident.tokens_left)
         self._residents.own(row.sequence_id, row.blocks, row.length + most - 1)
+        self.blocks.reach(row.sequence_id, row.length + most - 1)
         return resident
-
-
-def _drafting(
-    config: ReplicaConfig, plan: MemoryPlan, drafter: Drafter | None, source: DraftSource | None
-) -> dict[str, Any]:
-    """What a ReplicaSpec says of the drafter."""
-    if drafter is None:
-        return {"draft_len_max": 0}
-    said = config.drafting
-    most = plan.draft_len_max(said.num_speculative_tokens or DRAFT_LEN_MAX)
-    if source is not None and source.draft_len_max is not None:
-        most = min(most, source.draft_len_max)
-    return {
-        "draft": drafter.name,
-        "drafter": said.method,
-        "draft_len_max": most,
-        "draft_len": None if said.adaptive else most,
-    }

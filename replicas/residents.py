@@ -236,6 +236,12 @@ class Residents(dict[str, Resident]):
         blocks = valid // self._blocks.block_size
         self._blocks.publish(sequence_id, resident.chain.keys(resident.content, blocks))
 
+    def settle(self, sequence_id: str) -> None:
+        """Commits are final: give up what no later pass reads."""
+        resident = self[sequence_id]
+        filled = len(resident.content) - 1 - resident.to_prefill
+        self._blocks.slide(sequence_id, min(resident.settled, filled))
+
     def own(self, sequence_id: str, blocks: int, positions: int) -> None:
         """Give the sequence its blocks; the pool has set them aside and says how many."""
         room = blocks * self._blocks.block_size

@@ -15,6 +15,7 @@ from scheduler.decoding import TokenLogprobs
 from scheduler.requests import (
     Batch,
     BatchKind,
+    KvGroups,
     PrefillRow,
     Priority,
     ReplicaSpec,
@@ -26,6 +27,7 @@ from scheduler.requests import (
     StepRow,
     StepTimes,
     TriedBatch,
+    blocks_taken,
 )
 
 

@@ -6,6 +6,7 @@ in seconds. Others import them from `scheduler.messages`.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 
@@ -98,7 +99,7 @@ class PrefillRow:
     sampling: Sampling
     stop_token_ids: tuple[int, ...]
     blocks: int
-    """KV blocks that the sequence owns from now on."""
+    """The sequence has room for the tokens of so many blocks from now on."""
     begin: int = 0
     """KV positions that earlier batches have filled."""
     until: int | None = None
@@ -125,7 +126,8 @@ class StepRow:
     """Draft tokens of this row per step, at most the batch's; the replica lowers it to
     tokens_left - 1 so that no row ever drafts beyond its limit."""
     blocks: int
-    """KV blocks that the sequence owns from now on: enough for all steps of the batch."""
+    """The sequence has room for the tokens of so many blocks from now on: enough for all steps of
+    the batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,12 +225,25 @@ TriedBatch = tuple[Batch, StepResult]
 """A batch that a replica ran before it joined, and what came of it."""
 
 
+KvGroups = tuple[tuple[int, int | None], ...]
+"""A target's layers by what they keep of a text: so many block tables with at most so many blocks
+of a sequence each, for layers that see a window, or with all (None). Empty: one table with all."""
+
+
+def blocks_taken(groups: KvGroups, blocks: int) -> int:
+    """KV blocks that a sequence takes which has room for the tokens of so many blocks. All that is
+    counted of a sequence's memory is counted by this function; it never falls."""
+    if not groups:
+        return blocks
+    return sum(tables * (blocks if most is None else min(blocks, most)) for tables, most in groups)
+
+
 @dataclass(frozen=True, slots=True)
 class ReplicaSpec:
     """What a replica can hold; sent when it joins."""
 
     kv_blocks: int
-    """Blocks that sequences may use."""
+    """Blocks that sequences may use; see `blocks_taken`."""
     block_size: int
     """KV positions per block."""
     context_len: int
@@ -248,6 +263,7 @@ class ReplicaSpec:
     """Rows of a batch that its memory lasts for; None: as many as the config says."""
     prefix_sharing: bool = False
     """Whether it keeps KV blocks of equal prefixes for others."""
+    kv_groups: KvGroups = ()
     target: str = ""
     """Name of the target, for people."""
     draft: str = ""
@@ -265,4 +281,17 @@ class ReplicaSpec:
     @property
     def length_max(self) -> int:
         """Longest content, in tokens, that it can hold when it is empty."""
-        return min(self.context_len, self.kv_blocks * self.block_size)
+        if not self.kv_groups:
+            return min(self.context_len, self.kv_blocks * self.block_size)
+        longest = range(1, 1 - -self.context_len // self.block_size)
+        blocks = bisect_right(longest, self.kv_blocks, key=self.blocks_taken)
+        return min(self.context_len, blocks * self.block_size)
+
+    def blocks_taken(self, blocks: int) -> int:
+        """As the function of that name counts them here."""
+        return blocks_taken(self.kv_groups, blocks) if self.kv_groups else blocks
+
+    @property
+    def texts_kept(self) -> int:
+        """Blocks of tokens that it may keep for others, if it shares prefixes."""
+        return self.kv_blocks // self.blocks_taken(1) if self.prefix_sharing else 0

@@ -24,13 +24,14 @@ class GatherBackend(PagedBackend):
 
     def begin(self, layout: DevicePassLayout) -> LayerAttention:
         size = self.cache.shape.block_size
-        table = layout.table[:, : -(-layout.reach // size)]
+        reach = -(-layout.reach // size)
         last = layout.grid.clamp(min=0)
 
         def attention(
             layer: int, queries: torch.Tensor, scaling: float, sinks: torch.Tensor | None = None, /
         ) -> torch.Tensor:
             needs = self.cache.needs[layer]
+            table = self.cache.own(needs.store, layout.tables)[:, :reach]
             kv = self.cache.layers[needs.store][table].flatten(1, 2).double()
             keys, values = kv.permute(2, 0, 3, 1, 4)  # [rows, kv_heads, positions, width], each
             grid = spread(layout, queries[:, : needs.heads]).transpose(1, 2).double()

@@ -79,22 +79,28 @@ def target_model(architecture: str) -> PreTrainedModel:
 @cache
 def tiny_pair(architecture: str) -> Pair:
     """A pair whose draft is the target with noise."""
-    target = copy.deepcopy(target_model(architecture))
-    draft = copy.deepcopy(target)
+    return pair_of(target_model(architecture), architecture)
+
+
+def pair_of(model: PreTrainedModel, name: str) -> Pair:
+    """A copy of a model and, as its draft, another one with noise."""
+    target = copy.deepcopy(model)
+    draft = copy.deepcopy(model)
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for parameter in draft.parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            parameter.add_(noise * parameter.std() * 0.05)
-    for model in (target, draft):
-        model.set_attn_implementation(ATTENTION)
-        model.eval().to(DEVICE)
+            if parameter.numel() > 1:
+                parameter.add_(noise * parameter.std() * 0.05)
+    for either in (target, draft):
+        either.set_attn_implementation(ATTENTION)
+        either.eval().to(DEVICE)
     return Pair(
         target=target,
-        draft=ModelSource(f"{architecture}, perturbed", draft, VOCAB),
+        draft=ModelSource(f"{name}, perturbed", draft, VOCAB),
         context_len=256,
         vocab_size=VOCAB,
-        target_name=architecture,
+        target_name=name,
         device=torch.device(DEVICE),
         dtype=torch.float32,
     )

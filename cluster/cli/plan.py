@@ -88,7 +88,12 @@ def _table(plan: MemoryPlan, config: ReplicaConfig, device: torch.device) -> Tab
         table.add_row("weights of the draft", size(pair.draft.weights), config.drafting.model)
     per_token = plan.block_bytes // work.block_size
     blocks = f"{plan.kv_blocks:,} blocks of {work.block_size} x {size(per_token)}"
+    if plan.kv_groups:
+        tables = [f"{count} with {most or 'all'}" for count, most in plan.kv_groups]
+        blocks += f"; a sequence has tables: {', '.join(tables)} blocks"
     table.add_row("KV cache", size(plan.kv_bytes), blocks)
+    if counted.windows:
+        table.add_row("windows", size(counted.windows), "KV of a prefill pass beyond them")
     table.add_row("rotary tables", size(counted.rotary), f"{work.context_len:,} positions")
     step = f"{work.rows} rows of {work.draft_len + 1} tokens, logits too"
     table.add_row("largest step", f"({size(counted.step)})", step)
@@ -156,6 +161,7 @@ def _as_dict(plan: MemoryPlan, config: ReplicaConfig, device: torch.device) -> d
             "block_size": plan.work.block_size,
             "block_bytes": plan.block_bytes,
             "bytes": plan.kv_bytes,
+            "groups": plan.kv_groups,
         },
         "buffers_bytes": {**asdict(counted), "total": counted.total},
         "wanted": asdict(plan.wanted),

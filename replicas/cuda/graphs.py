@@ -130,7 +130,9 @@ class FixedPass:
         self._kind = kind
         self._tokens = torch.zeros((kind.rows, kind.width), dtype=torch.int64, device=device)
         self._starts = torch.zeros(kind.rows, dtype=torch.int64, device=device)
-        self._table = torch.full((kind.rows, kind.blocks), SCRAP_BLOCK, device=device)
+        groups = len(model.backend.cache.groups)
+        sizes = (kind.rows, kind.blocks) if groups == 1 else (kind.rows, groups, kind.blocks)
+        self._table = torch.full(sizes, SCRAP_BLOCK, device=device)
         self._hidden: list[torch.Tensor] = []
         if hidden_size:
             cells = kind.rows, kind.width, hidden_size
@@ -167,9 +169,9 @@ class FixedPass:
         self._starts.zero_()
         self._starts[:rows] = window.starts
         if self._held is not window.table:
-            columns = min(window.table.shape[1], self._kind.blocks)
+            columns = min(window.table.shape[-1], self._kind.blocks)
             self._table.fill_(SCRAP_BLOCK)
-            self._table[:rows, :columns] = window.table[:, :columns]
+            self._table[:rows, ..., :columns] = window.table[..., :columns]
             self._held = window.table
         if self._graph is None:
             return self.compute()

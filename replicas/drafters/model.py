@@ -160,7 +160,7 @@ class ModelSource(DraftSource):
         return replace(self, model=model)
 
     def drafter(self, target: PreTrainedModel, config: ReplicaConfig, plan: MemoryPlan) -> Drafter:
-        sizes = (plan.kv_blocks, plan.pair.context_len, plan.prepack)
+        sizes = (plan.cache_blocks, plan.pair.context_len, plan.prepack)
         model, _ = build_model(self.model, self.name, config, *sizes, exact=False)
         fixed = config.fixed_shapes(self.model.device)
         passes: Model = GraphedModel(model, plan.work.rows, [1, 2]) if fixed else model

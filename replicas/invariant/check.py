@@ -27,9 +27,10 @@ def what_changes_logits(model: Any) -> str | None:
     size = model.cache.shape.block_size
     # Past a boundary of pieces, and of a tile of tokens.
     length = min(PIECE + _EDGE, model.cache.shape.context_len)
-    blocks = min(-(-length // size), model.cache.blocks // _ROWS)
+    blocks = min(-(-length // size), model.cache.rooms // _ROWS)
     length = min(length, blocks * size)
     table = torch.arange(1, 1 + _ROWS * blocks, device=model.device).view(_ROWS, blocks)
+    table = model.cache.trial_table(table)
     tokens = torch.randint(model.vocab, (_ROWS, length), generator=torch.Generator().manual_seed(0))
     noted: dict[tuple[int, int], torch.Tensor] = {}
     """Logits, [vocab], by row and position."""

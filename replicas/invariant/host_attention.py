@@ -18,7 +18,7 @@ Which sizes have the property here, `replicas.invariant.proof` shows when a mode
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -106,7 +106,8 @@ class Products:
 class _Views:
     """One group's share of the buffers; `items` are its rows x KV heads."""
 
-    runs: torch.Tensor  # [runs], int64
+    blocks: Any
+    """Those of the rows, as a layout has them."""
     gathered: torch.Tensor  # [runs, block_size * width]
     converted: torch.Tensor | None
     """The same in float32, of a cache that is not."""
@@ -114,6 +115,8 @@ class _Views:
     hidden: tuple[torch.Tensor, torch.Tensor] | None
     sinks: torch.Tensor | None  # [kv_heads, queries, kv_unit], -inf but for the first ones
     head: torch.Tensor  # [queries], int64: of each query, among those that share a KV head
+    runs: dict[int, torch.Tensor] = field(default_factory=dict)  # each [runs], int64
+    """Where the blocks lie, by group of layers."""
 
 
 class HostAttention:
@@ -165,8 +168,8 @@ class _AlikeLayers:
             wide = _queries_of(tokens, needs, arithmetic)
             items = rows * kv_heads
             own = slice(begin, begin + items * wide)
-            runs = cache.runs(group.blocks, kv_heads)
-            gathered = cache.room(runs.shape[0], block_size * width)
+            runs = 2 * items * (group.length // block_size)
+            gathered = cache.room(runs, block_size * width)
             converted = None
             if gathered.dtype is not torch.float32:
                 converted = torch.empty(gathered.shape)
@@ -185,7 +188,8 @@ class _AlikeLayers:
             if needs.sinks:
                 sinks = torch.full((kv_heads, wide, arithmetic.kv_unit), -torch.inf)
             head = (torch.arange(wide) // tokens).clamp_(max=needs.heads // kv_heads - 1)
-            self._groups.append(_Views(runs, gathered, converted, products, hidden, sinks, head))
+            views = _Views(group.blocks, gathered, converted, products, hidden, sinks, head)
+            self._groups.append(views)
             begin = own.stop
 
     def attend(
@@ -203,7 +207,7 @@ class _AlikeLayers:
             self._queries[:, : needs.head_dim].copy_(flat.index_select(0, self._asked))
         self._queries.mul_(scaling)
         for group in self._groups:
-            self._cache.gather(store, group.runs, group.gathered)
+            self._cache.gather(store, self._runs(group, store), group.gathered)
             if group.converted is not None:
                 group.converted.copy_(group.gathered)
             attend(group.products, group.hidden, needs.soft_cap, self._sinks(group, sinks))
@@ -212,6 +216,13 @@ class _AlikeLayers:
             out = out[:, : needs.value_dim]
         out = out.reshape(queries.shape[0], -1)
         return out if out.dtype is queries.dtype else out.to(queries.dtype)
+
+    def _runs(self, group: _Views, store: int) -> torch.Tensor:
+        which = self._cache.group_of(store)
+        if which not in group.runs:
+            blocks = self._cache.own(store, group.blocks)
+            group.runs[which] = self._cache.runs(blocks, self._needs.kv_heads)
+        return group.runs[which]
 
     def _sinks(self, group: _Views, sinks: torch.Tensor | None) -> torch.Tensor | None:
         """Those of every query of every item, [items, queries, kv_unit]."""

@@ -32,7 +32,7 @@ class RowGroup:
     as the longest."""
 
     tokens: Any  # array [rows, width], int64: the queries' places among the tokens of the pass
-    blocks: Any  # array [rows, blocks], int64: the blocks to read
+    blocks: Any  # array [rows, blocks], int64: the blocks to read; by group where there are several
     length: int
     """KV positions read per row: those of all its blocks."""
     seen: int
@@ -59,7 +59,9 @@ class PassLayout:
     """Where one forward pass reads and writes."""
 
     positions: torch.Tensor  # [padded tokens], int64, within the context
-    slots: tuple[Any, Any]  # arrays [padded tokens], int64: block to write, and position in it
+    slots: Any
+    """Block to write and position in it, arrays [padded tokens], int64; such a pair by group where
+    there are several."""
     groups: list[RowGroup]
 
 
@@ -68,7 +70,7 @@ class StepLayout:
     """The passes of one step: windows over the `width` positions that follow each row's start,
     which may be -1, before the first token."""
 
-    table: torch.Tensor  # [rows, blocks], int64, on the host
+    table: torch.Tensor  # [rows, blocks] or [rows, groups, blocks], int64, on the host
     starts: Sequence[int]  # [rows]
     width: int
     shape: CacheShape
@@ -85,7 +87,7 @@ class StepLayout:
 
 
 def ranges_layout(
-    table: torch.Tensor,  # [rows, blocks], int64, on the host
+    table: torch.Tensor,  # [rows, blocks] or [rows, groups, blocks], int64, on the host
     ranges: Sequence[TokenRange],  # of each row; none is empty
     shape: CacheShape,
     arithmetic: Arithmetic,
@@ -100,7 +102,7 @@ def ranges_layout(
     padded = arithmetic.padded(sum(lengths))
     positions = np.concatenate([np.arange(begin, end) for begin, end in ranges])
     rows = np.repeat(np.arange(len(ranges)), lengths)
-    block, offset = _places(columns, rows, positions, shape)
+    slots = _slots(columns, rows, positions, shape, padded)
     tiles: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
     """By number of queries: (end, row, place of the first query)."""
     place = 0
@@ -118,22 +120,30 @@ def ranges_layout(
             groups.append(_group(queries, own, ends[some], shape, arithmetic))
     return PassLayout(
         positions=torch.from_numpy(_padded(positions.clip(0, shape.context_len - 1), padded)),
-        slots=(_padded(block, padded), _padded(offset, padded)),
+        slots=slots,
         groups=groups,
     )
 
 
-def _places(columns: Any, rows: Any, positions: Any, shape: CacheShape) -> tuple[Any, Any]:
-    """Block and place in it of each position of a row; the scrap block where it has none."""
+def _slots(columns: Any, rows: Any, positions: Any, shape: CacheShape, padded: int) -> Any:
+    """Block and place in it of each position of a row, by group where there are several; the scrap
+    block where it has none."""
     column, offset = np.divmod(positions, shape.block_size)
-    last = columns.shape[1] - 1
+    last = columns.shape[-1] - 1
     outside = (column < 0) | (column > last)
-    return np.where(outside, SCRAP_BLOCK, columns[rows, column.clip(0, last)]), offset
+    column, offset = column.clip(0, last), _padded(offset, padded)
+
+    def own(table: Any) -> tuple[Any, Any]:
+        return _padded(np.where(outside, SCRAP_BLOCK, table[rows, column]), padded), offset
+
+    if columns.ndim == 2:
+        return own(columns)
+    return [own(columns[:, group]) for group in range(columns.shape[1])]
 
 
 def _group(
     queries: Any,  # array [rows, width], int64
-    columns: Any,  # array [rows, blocks], int64
+    columns: Any,  # array [rows, blocks] or [rows, groups, blocks], int64
     ends: Any,  # array [rows], int64: one more than the last query's position
     shape: CacheShape,
     arithmetic: Arithmetic,
@@ -141,9 +151,12 @@ def _group(
     """Reads the leading blocks up to the last end, in whole units."""
     unit = lcm(shape.block_size, arithmetic.kv_unit)
     count = -(-max(ends.max(), 1) // unit) * unit // shape.block_size
-    blocks = columns[:, :count]
-    if missing := count - blocks.shape[1]:
-        blocks = np.pad(blocks, ((0, 0), (0, missing)), constant_values=SCRAP_BLOCK)
+    blocks = columns[..., :count]
+    if missing := count - blocks.shape[-1]:
+        room = [(0, 0)] * (blocks.ndim - 1) + [(0, missing)]
+        blocks = np.pad(blocks, room, constant_values=SCRAP_BLOCK)
+    if blocks.ndim == 3:
+        blocks = [blocks[:, group] for group in range(blocks.shape[1])]
     length = count * shape.block_size
     # Before the first position a query sees that one.
     last = np.maximum(ends[:, None] + np.arange(-queries.shape[1], 0), 0)

@@ -8,16 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
+from replicas.kv_cache.groups import BlockGroups, one_group
 from replicas.kv_cache.shape import CacheShape, LayerShape, stores, uniform
+
+_T = TypeVar("_T")
 
 
 class PagedCache:
     """One model's KV tensors.
+
+    Layers of different groups lie in the same tensors, in other blocks of them: what a layout says
+    of blocks comes by group where there are several, and `own` takes a layer's.
 
     Keys and values of a position lie side by side, so that a layer costs one write and one gather,
     and paged attention finds whole positions. For the attention of a CPU those of a block lie head
@@ -37,9 +43,11 @@ class PagedCache:
         dtype: torch.dtype,
         device: torch.device,
         by_head: bool = False,
+        groups: BlockGroups | None = None,
     ) -> None:
         """`layers`: what each needs, or how many usual ones there are, of the shape's sizes;
-        `blocks` without the scrap block, which is added; `by_head` is the order for a CPU."""
+        `blocks` without the scrap block, which is added; `by_head` is the order for a CPU;
+        `groups`: which layers share a block table, None: all."""
         self.shape = shape
         if isinstance(layers, int):
             layers = uniform(layers, shape.heads, shape.kv_heads, shape.head_dim)
@@ -48,12 +56,21 @@ class PagedCache:
         self.dtype = dtype
         self._overflows = dtype is torch.float16
         self._by_head = by_head
-        self._stores = []
-        for needs in stores(self.needs):
+        self.groups = groups or one_group(self.needs)
+        places = {
+            store: (at, slot)
+            for at, group in enumerate(self.groups)
+            for slot, store in enumerate(group.stores)
+        }
+        self._group_of = [places[store][0] for store in range(len(places))]
+        slots = []
+        # All layers that share a slot have one width.
+        for needs in stores(self.needs)[: max(len(group.stores) for group in self.groups)]:
             sizes = (blocks + 1, shape.block_size, 2, needs.kv_heads, needs.width)
             if self._by_head:
                 sizes = (blocks + 1, 2, needs.kv_heads, shape.block_size, needs.width)
-            self._stores.append(torch.zeros(sizes, dtype=dtype, device=device))
+            slots.append(torch.zeros(sizes, dtype=dtype, device=device))
+        self._stores = [slots[places[store][1]] for store in range(len(places))]
         self.layers = self._stores
         """Of each layer with keys and values of its own, whatever lies where: [blocks + 1,
         block_size, 2, kv_heads, width]."""
@@ -73,10 +90,33 @@ class PagedCache:
         self.first_alike = tuple(alike.index(layer) for layer in alike)
         """Of each layer, the first that needs the same but for its store."""
 
+    def own(self, layer: int, by_group: Sequence[_T] | Any) -> _T | Any:
+        """A layer's part of what a layout has by group; with one group it has that of all."""
+        return by_group if len(self.groups) == 1 else by_group[self._group_of[layer]]
+
+    def group_of(self, layer: int) -> int:
+        """Its place among the groups."""
+        return self._group_of[layer]
+
+    def trial_table(self, table: torch.Tensor) -> torch.Tensor:
+        """Blocks of every group for rows of a trial, of whose own these are the numbers, from 1 on:
+        [rows, blocks], as a layout has them."""
+        count = len(self.groups)
+        if count == 1:
+            return table
+        own = torch.arange(count, device=table.device)
+        return (table[:, None] - 1) * count + 1 + own[:, None]
+
+    @property
+    def rooms(self) -> int:
+        """Numbers that such a table may have: blocks, of all groups together one."""
+        return self.blocks // len(self.groups)
+
     def write(self, layer: int, slots: Any, fresh: torch.Tensor) -> None:
         """Store keys and values, [tokens, 2, kv_heads, width], where a layout says: by block and
         position in it where they lie by head, else by flat position. What is no number is made one,
         in place."""
+        slots = self.own(layer, slots)
         if self._overflows:
             fresh.nan_to_num_()
         if self._by_head:

@@ -25,7 +25,7 @@ class DevicePassLayout:
 
     def __init__(
         self,
-        table: torch.Tensor,  # [rows, blocks], int64
+        table: torch.Tensor,  # [rows, blocks] or [rows, groups, blocks], int64
         starts: torch.Tensor,  # [rows], int64
         width: int,
         reach: int,
@@ -73,10 +73,22 @@ class DevicePassLayout:
         return self._of_all(self.grid.clamp(0, self.shape.context_len - 1))
 
     @cached_property
-    def slots(self) -> torch.Tensor:  # [padded tokens], int64
-        size, columns = self.shape.block_size, self.table.shape[1]
+    def tables(self) -> torch.Tensor | Sequence[torch.Tensor]:  # each [rows, blocks], int64
+        """By group, where there are several."""
+        return self.table.unbind(1) if self.table.dim() == 3 else self.table
+
+    @cached_property
+    def slots(self) -> torch.Tensor | list[torch.Tensor]:  # each [padded tokens], int64
+        """By group, where there are several."""
+        tables = self.tables
+        if isinstance(tables, torch.Tensor):
+            return self._slots(tables)
+        return [self._slots(table) for table in tables]
+
+    def _slots(self, table: torch.Tensor) -> torch.Tensor:
+        size, columns = self.shape.block_size, table.shape[1]
         column = torch.div(self.grid, size, rounding_mode="floor")
-        block = self.table.gather(1, column.clamp(0, columns - 1))
+        block = table.gather(1, column.clamp(0, columns - 1))
         block = block.masked_fill((column < 0) | (column >= columns), SCRAP_BLOCK)
         return self._of_all(block * size + self.grid % size)
 
@@ -94,7 +106,7 @@ class DeviceStepLayout:
 
     def __init__(
         self,
-        table: torch.Tensor,  # [rows, blocks], int64
+        table: torch.Tensor,  # [rows, blocks] or [rows, groups, blocks], int64
         starts: Sequence[int] | torch.Tensor,  # [rows]
         width: int,
         shape: CacheShape,
@@ -121,7 +133,7 @@ class DeviceStepLayout:
 
 
 def device_ranges(
-    table: torch.Tensor,  # [rows, blocks], int64
+    table: torch.Tensor,  # [rows, blocks] or [rows, groups, blocks], int64
     ranges: Sequence[TokenRange],
     shape: CacheShape,
 ) -> DevicePassLayout:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from replicas.invariant import GATHERED_MOST, PIECE, SCORES_MOST, TILE
+from replicas.kv_cache import blocks_of_a_pass
 from replicas.memory.shapes import COPIED_MOST, DraftMemory, PairShape
 from replicas.models import ModelShape, summed_in_pieces
 
@@ -77,13 +78,17 @@ class Buffers:
     """The weights once more, in the layout that a CPU multiplies fastest."""
     drafter: int
     """What the drafter remembers, where that is in the same memory."""
+    windows: int
+    """KV blocks that a prefill pass needs beyond those that its rows keep of layers with a
+    window."""
     slack: int
     """What an allocator holds beyond what is in use."""
 
     @property
     def total(self) -> int:
         running = max(self.step, self.prefill, self.loading)
-        return self.rotary + running + self.recorded + self.prepacked + self.drafter + self.slack
+        kept = self.recorded + self.prepacked + self.drafter + self.windows
+        return self.rotary + running + kept + self.slack
 
 
 def buffers(pair: PairShape, work: Workload, item: int, taken: PassBytes, on_gpu: bool) -> Buffers:
@@ -99,9 +104,10 @@ def buffers(pair: PairShape, work: Workload, item: int, taken: PassBytes, on_gpu
     prefill = taken.prefill + aux_bytes * work.pass_tokens
     loading = target.largest * (8 if item == _FLOAT32 else _FLOAT32)
     kept = 0 if on_gpu else pair.draft.kept
-    counted = Buffers(rotary, step, prefill, loading, 0, 0, kept, 0)
+    counted = Buffers(rotary, step, prefill, loading, 0, 0, kept, 0, 0)
     slack = counted.total // 10 + (128 << 20 if on_gpu else 8 << 20)
-    return replace(counted, slack=slack)
+    blocks = blocks_of_a_pass(pair.groups(work.block_size), work.block_size, work.pass_tokens)
+    return replace(counted, slack=slack, windows=blocks * pair.block_bytes(work.block_size, item))
 
 
 def _copied(draft: DraftMemory, work: Workload) -> int:

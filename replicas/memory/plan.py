@@ -1,8 +1,8 @@
 """How a replica's memory is divided: weights, buffers of the largest batches, KV blocks.
 
-All models' caches share one block table, so a block costs all of them. What there is less the
-weights goes to the buffers first; KV blocks get the rest. Where that is too little, the wanted
-batches shrink.
+All models' caches share the blocks, so a block costs all of them. What there is less the weights
+goes to the buffers first; KV blocks get the rest. Where that is too little, the wanted batches
+shrink.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 from replicas.config import ReplicaConfig
 from replicas.errors import TooLittleMemory
 from replicas.invariant import can_prepack
+from replicas.kv_cache import BlockGroups, counted
 from replicas.memory.buffers import (
     Buffers,
     MeasurePasses,
@@ -30,6 +31,7 @@ from replicas.memory.buffers import (
 from replicas.memory.shapes import PairShape
 from replicas.models import dtype_of
 from scheduler.config import SchedulerConfig
+from scheduler.messages import KvGroups, blocks_taken
 
 _CPU_SHARE = 0.10
 _CUDA_SHARE = 0.90
@@ -51,12 +53,25 @@ class MemoryPlan:
     work: Workload
     buffers: Buffers
     kv_blocks: int
-    """Blocks that sequences may use; one more, the scrap block, is allocated."""
+    """Blocks that sequences may use. The scrap block is allocated beside them, and what a prefill
+    pass needs, which `buffers` has."""
     block_bytes: int
     budget: int | None
     """What weights, KV cache and buffers may take together; None: KV alone was given."""
     least: int
     """The smallest budget that would do, with this KV cache if its size was given."""
+    groups: BlockGroups
+    """Layers of the target that share a block table."""
+
+    @property
+    def kv_groups(self) -> KvGroups:
+        """What a scheduler must know of them."""
+        return counted(self.groups, self.work.block_size)
+
+    @property
+    def cache_blocks(self) -> int:
+        """Blocks to allocate, but for the scrap block."""
+        return self.kv_blocks + self.buffers.windows // self.block_bytes
 
     @property
     def prepack(self) -> bool:
@@ -83,7 +98,7 @@ class MemoryPlan:
 
     def sequences(self, length: int) -> int:
         """Sequences of this many tokens whose KV cache fits at once."""
-        return self.kv_blocks // -(-length // self.work.block_size)
+        return self.kv_blocks // blocks_taken(self.kv_groups, -(-length // self.work.block_size))
 
 
 def plan_memory(
@@ -105,16 +120,17 @@ def plan_memory(
     computed = computed_passes(pair.models, item, on_gpu, config.deterministic)
     recorded = on_gpu and config.fixed_shapes(device)
 
-    def counted(work: Workload, passes: MeasurePasses = passes or computed) -> Buffers:
+    def beside(work: Workload, passes: MeasurePasses = passes or computed) -> Buffers:
         made = buffers(pair, work, item, passes(work), on_gpu)
         return replace(made, recorded=made.step) if recorded else made
 
-    block_bytes = pair.block_bytes(config.block_size, item)
+    groups, block_bytes = pair.groups(config.block_size), pair.block_bytes(config.block_size, item)
     wanted = wanted_work(config, pair.context_len)
-    least_blocks = -(-pair.context_len // config.block_size)
-    kv_blocks = _given_blocks(config, least_blocks, block_bytes, pair.context_len)
+    full = -(-pair.context_len // config.block_size)
+    least_blocks = blocks_taken(counted(groups, config.block_size), full)
+    kv_blocks = _given_blocks(config, least_blocks, len(groups), block_bytes, pair.context_len)
     fixed = pair.weights + (1 + (kv_blocks or least_blocks)) * block_bytes
-    least = fixed + counted(_least_work(wanted), computed).total
+    least = fixed + beside(_least_work(wanted), computed).total
     prepacks = can_prepack(device, dtype_of(config)) and not config.fixed_shapes(device)
     prepacked = sum(map(prepacked_bytes, pair.models)) if prepacks else 0
     budget, given = None, ""
@@ -136,10 +152,10 @@ def plan_memory(
             all_rows = wanted.rows * least_blocks * block_bytes
             usual = max((budget - pair.weights) // 2, most - all_rows)
         # Speed of products is not paid for with smaller batches.
-        if counted(wanted).total + prepacked > most:
+        if beside(wanted).total + prepacked > most:
             prepacked = 0
         if not prepacked:
-            work = _fitting(wanted, lambda work: counted(work).total, most, usual)
+            work = _fitting(wanted, lambda work: beside(work).total, most, usual)
     if work is None:
         raise TooLittleMemory(
             f"{given} do not hold the weights ({in_mib(pair.weights)}), one sequence of"
@@ -147,11 +163,11 @@ def plan_memory(
             " would, or a smaller context_len",
             least,
         )
-    taken = replace(counted(work), prepacked=prepacked)
+    taken = replace(beside(work), prepacked=prepacked)
     if kv_blocks is None:
         assert budget is not None
         kv_blocks = (budget - pair.weights - taken.total) // block_bytes - 1
-    return MemoryPlan(pair, wanted, work, taken, kv_blocks, block_bytes, budget, least)
+    return MemoryPlan(pair, wanted, work, taken, kv_blocks, block_bytes, budget, least, groups)
 
 
 def wanted_work(config: ReplicaConfig, context_len: int) -> Workload:
@@ -174,17 +190,21 @@ def wanted_work(config: ReplicaConfig, context_len: int) -> Workload:
 
 
 def _given_blocks(
-    config: ReplicaConfig, least: int, block_bytes: int, context_len: int
+    config: ReplicaConfig, least: int, tables: int, block_bytes: int, context_len: int
 ) -> int | None:
+    """A block that is given holds all layers: as many blocks as there are tables."""
     given = config.num_gpu_blocks_override
-    if given is not None and given < least:
+    if given is None:
+        return None
+    if given * tables < least:
+        enough = -(-least // tables)
         raise TooLittleMemory(
             f"num_gpu_blocks_override: {given} blocks of {config.block_size} positions do not hold"
-            f" one sequence of {context_len} tokens; at least {least} blocks"
-            f" ({in_mib(least * block_bytes)}) would, or a smaller context_len",
-            least * block_bytes,
+            f" one sequence of {context_len} tokens; at least {enough} blocks"
+            f" ({in_mib(enough * tables * block_bytes)}) would, or a smaller context_len",
+            enough * tables * block_bytes,
         )
-    return given
+    return given * tables
 
 
 def _least_work(wanted: Workload) -> Workload:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from replicas.kv_cache import BlockGroups, divided_into_groups, stores
 from replicas.models import ModelShape
 
 COPIED_MOST = 1 << 24
@@ -46,6 +47,19 @@ class PairShape:
     def weights(self) -> int:
         return self.target_bytes + self.draft.weights
 
+    @property
+    def _beside(self) -> int:
+        """Keys and values of one position, of the drafter's layers."""
+        return 0 if self.draft.model is None else self.draft.model.kv_numbers
+
+    def groups(self, block_size: int) -> BlockGroups:
+        """Of the target's layers; those of a drafter lie beside them in every block."""
+        return divided_into_groups(
+            self.target.attention, block_size, self.context_len, self._beside
+        )
+
     def block_bytes(self, block_size: int, item: int) -> int:
-        """What one block costs over all layers of all models; a number has `item` bytes."""
-        return sum(model.kv_numbers for model in self.models) * block_size * item
+        """What one block costs over all layers that lie in it; a number has `item` bytes."""
+        slots = max(len(group.stores) for group in self.groups(block_size))
+        numbers = sum(layer.kv_numbers for layer in stores(self.target.attention)[:slots])
+        return (numbers + self._beside) * block_size * item

@@ -8,6 +8,7 @@ from replicas.models.build import (
     trial_logits,
 )
 from replicas.models.device_attention import paged_backend, summed_in_pieces
+from replicas.models.load_check import remember_whole
 from replicas.models.loader import (
     dtype_name,
     dtype_of,
@@ -28,6 +29,7 @@ from replicas.models.paged_model import (
     Model,
     Output,
     PagedModel,
+    fill,
     prefill,
 )
 from replicas.models.reference import Judgement, judge

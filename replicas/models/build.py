@@ -27,14 +27,15 @@ from replicas.invariant import (
     prove,
     what_changes_logits,
 )
-from replicas.kv_cache import CacheShape, LayerShape, PagedCache
+from replicas.kv_cache import BlockGroups, CacheShape, LayerShape, PagedCache
 from replicas.models.decoder import JoinedDecoder, NotJoined
 from replicas.models.device_attention import paged_backend
 from replicas.models.load_check import Finding, LoadCheck
 from replicas.models.own_code.layer_reading import layers_of
-from replicas.models.own_code.own_layers import OwnProducts, is_part
+from replicas.models.own_code.own_layers import OwnProducts
 from replicas.models.paged_model import AttentionBackend, Output, PagedModel
 from replicas.models.reference import FINER
+from replicas.models.weights.rank_weights import is_part
 
 _TRIAL_TOKENS = 8
 
@@ -49,15 +50,17 @@ def build_model(
     context_len: int,
     prepack: bool,
     exact: bool = True,
+    groups: BlockGroups | None = None,
 ) -> tuple[PagedModel, str]:
     """The model on a cache of `blocks`, and how it computes, for people.
 
-    Not `exact`: its output decides no token, so nothing is proven or padded for it. Raises
+    Not `exact`: its output decides no token, so nothing is proven or padded for it. `groups`: which
+    layers share a block table; None: all. Raises
     PairRefused for what cannot be served.
     """
     begun_s, on_host = time.monotonic(), computes_on_host(config, model.device)
-    cache = cache_of(layers_of(model), config, blocks, context_len, model)
-    check = LoadCheck(model, cache.shape, blocks)
+    cache = cache_of(layers_of(model), config, blocks, context_len, model, groups)
+    check = LoadCheck(model, cache.shape, cache.rooms)
     deterministic = exact and config.deterministic
     paged: PagedModel | None = None
     try:
@@ -85,6 +88,7 @@ def trial_logits(paged: PagedModel) -> torch.Tensor:  # [tokens, vocab]
     width = min(shape.context_len, _TRIAL_TOKENS)
     tokens = torch.arange(1, width + 1, device=paged.device) % paged.vocab
     table = torch.arange(1, 1 - (-width // shape.block_size), device=paged.device)[None]
+    table = paged.cache.trial_table(table)
     layout = paged.backend.step_layout(table, [0], width).window(0, width)
     out: Output = paged.forward(tokens, layout)
     assert out.logits is not None
@@ -102,12 +106,13 @@ def cache_of(
     blocks: int,
     context_len: int,
     beside: PreTrainedModel,
+    groups: BlockGroups | None = None,
 ) -> PagedCache:
     """A cache of so many blocks for these layers, on the device of a model and in its dtype."""
     device = beside.device
     shape = CacheShape.of(config.block_size, context_len, layers)
     by_head = computes_on_host(config, device)
-    return PagedCache(shape, layers, blocks, beside.dtype, device, by_head)
+    return PagedCache(shape, layers, blocks, beside.dtype, device, by_head, groups)
 
 
 def attention_over(cache: PagedCache, arithmetic: Arithmetic, on_host: bool) -> AttentionBackend:

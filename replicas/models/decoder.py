@@ -207,7 +207,8 @@ class JoinedDecoder:
             qkv = layer.qkv(layer.before_attention(x)).view(x.shape[0], self.stride, self._dim)
             if kernels:
                 kernels.rotate_and_write(
-                    qkv, self._cache, index, slots, positions, self._table, layer.head_norm
+                    *(qkv, self._cache, index, self._cache.own(index, slots)),
+                    *(positions, self._table, layer.head_norm),
                 )
             else:
                 assert rotation is not None

@@ -62,15 +62,16 @@ class PagedBackend:
 
     def begin(self, layout: DevicePassLayout) -> LayerAttention:
         kernels, cache = self._kernels, self.cache
-        table, starts = layout.table, layout.starts
+        tables, starts = layout.tables, layout.starts
         firsts, counts = layout.runs
-        of_rows, columns = (starts, firsts, counts), table.shape[1]
+        of_rows, columns = (starts, firsts, counts), layout.table.shape[-1]
         pieces = -(-min(layout.reach, columns * cache.shape.block_size) // PIECE)
 
         def attention(
             layer: int, queries: torch.Tensor, scaling: float, sinks: torch.Tensor | None = None, /
         ) -> torch.Tensor:
             needs = cache.needs[layer]
+            table = cache.own(needs.store, tables)
             group, kv_heads = needs.heads // needs.kv_heads, needs.kv_heads
             at_once = summed_in_pieces(group)
             whole, folded = layout.width > at_once, group * layout.width
@@ -158,6 +159,8 @@ def _try_out(backend: PagedBackend, layer: int) -> None:
     used.copy_(torch.randn(used.shape, dtype=used.dtype, device=device))
     table = torch.arange(1, rows * columns + 1, device=device)
     table = table.view(columns, rows).flip(0).t().contiguous()
+    if len(cache.groups) > 1:  # one layer is tried: the groups do not meet
+        table = table[:, None].expand(-1, len(cache.groups), -1).contiguous()
     ends = [max(room >> row, 1) for row in range(rows)]
     for width in [width for width in _WIDTHS if width <= columns * shape.block_size]:
         starts = [max(end - width, 0) for end in ends]
@@ -179,7 +182,8 @@ def _compare(
     expected, place = [], 0
     for row, (begin, end) in enumerate(ranges):
         own = queries[place : place + end - begin].float().transpose(0, 1)
-        kv = cache.layers[needs.store][window.table[row]].flatten(0, 1)[:end].float()
+        table = cache.own(needs.store, window.tables)
+        kv = cache.layers[needs.store][table[row]].flatten(0, 1)[:end].float()
         keys, values = kv.permute(1, 2, 0, 3)  # [kv_heads, end, width], each
         keys, values = keys[..., : needs.head_dim], values[..., : needs.value_dim]
         last = torch.arange(begin, end, device=device)

@@ -5,7 +5,8 @@ steps have five tokens and one. Every row's logits are held against the model's 
 over that row alone, by transformers' own attention, masks and experts, on the noise floors of
 `verify`: the error of both is measured against a finer dtype. Windows are made short enough for a
 few tokens to reach beyond them. Where the arithmetic is proven, the logits must also have the bits
-that a row gets alone, in one piece.
+that a row gets alone, in one piece. Parts of a model on several ranks must give together what the
+whole model gave before it was divided.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ _WINDOW = 6
 _PARTS = ((9, 6, 5, 1), (3, 0, 5, 1), (1, 1, 5, 1))
 """Tokens of each row in the passes: a prompt's chunks, a step of five tokens, one of one."""
 _STEPS_FROM = 2
+_WHOLE, _WHOLE_TOKENS = "lockstep_whole", 9
+"""What a model said before ranks divided it: tokens and logits, of each seed."""
 _SEEDS = (0, 1)
 """An error that comes by chance, where two experts are tied, does not come twice."""
 
@@ -64,7 +67,9 @@ class LoadCheck:
     """What a model says by itself, and how ways of computing are held against it."""
 
     def __init__(self, model: PreTrainedModel, shape: CacheShape, blocks: int) -> None:
-        """Before anything is done to the model's layers."""
+        """Before anything is done to the model's layers. Raises PairRefused where they are parts
+        that do not fit together."""
+        _check_parts(model)
         self._model, self._blocks, self._size = model, blocks, shape.block_size
         self._parts = _parts(shape, blocks)
         self._trials: list[Trial] = []
@@ -123,7 +128,7 @@ class LoadCheck:
         rows = len(self._parts)
         columns = -(-max(map(sum, self._parts)) // self._size)
         order = torch.randperm(rows * columns, generator=torch.Generator().manual_seed(2))
-        return 1 + order.view(rows, columns).to(paged.device)
+        return paged.cache.trial_table(1 + order.view(rows, columns).to(paged.device))
 
     def _together(self, paged: PagedModel, trial: Trial) -> list[torch.Tensor]:
         table, done = self._table(paged), [0] * len(trial.parts)
@@ -154,6 +159,34 @@ class LoadCheck:
         for row, tokens in enumerate(trial.tokens):
             layout = paged.backend.ranges_layout(table[[row]], [(0, tokens.shape[0])])
             yield _logits(paged, tokens, layout).clone()
+
+
+@torch.inference_mode()
+def remember_whole(model: PreTrainedModel) -> None:
+    """Keep what a model says before ranks divide it; the check of their parts needs it."""
+    vocab, whole = int(model.config.get_text_config().vocab_size), []
+    for seed in _SEEDS:
+        generator = torch.Generator().manual_seed(seed)
+        tokens = torch.randint(vocab, (_WHOLE_TOKENS,), generator=generator)
+        whole.append((tokens, own_logits(model, tokens.to(model.device))))
+    setattr(model, _WHOLE, whole)
+
+
+@torch.inference_mode()
+def _check_parts(model: PreTrainedModel) -> None:
+    findings = []
+    for tokens, whole in getattr(model, _WHOLE, ()):
+        row = tokens.to(model.device)
+        own, truth = own_logits(model, row), own_logits(model, row, FINER[model.dtype])
+        floor = ERROR_FLOOR[model.dtype] * float(truth.abs().max())
+        error = _worst(0.0, whole.to(model.device), truth)
+        findings.append(Finding(error, _worst(0.0, own, truth), floor, same_bits=True))
+    if findings and not any(finding.right for finding in findings):
+        raise PairRefused(
+            f"{type(model).__name__} is not served: its parts on several devices do not give"
+            f" together what the whole model gives (off by {findings[0].error:.1e}, its own"
+            f" rounding is {findings[0].own_error:.1e})"
+        )
 
 
 def _logits(paged: PagedModel, tokens: torch.Tensor, layout: Any) -> torch.Tensor:

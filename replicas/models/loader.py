@@ -1,7 +1,7 @@
 """Load one model by its name, and refuse what cannot be read.
 
-transformers dequantizes the weights of a quantized checkpoint in reading; nothing else knows that
-it was quantized. Knows nothing of what a model is for: a target and what drafts for it are
+The weights of a quantized checkpoint are dequantized in reading; nothing else knows that it was
+quantized. Knows nothing of what a model is for: a target and what drafts for it are
 `replicas.pair`'s.
 """
 
@@ -23,6 +23,7 @@ from replicas.demo import DRAFT_DIR, TARGET_DIR
 from replicas.errors import PairRefused
 from replicas.models.weights.checkpoint import read_weights, text_part
 from replicas.models.weights.gguf import converted
+from replicas.models.weights.packed import Packing
 from replicas.models.weights.planted import plant, planted_config
 from replicas.names import TINY, gguf_file, hub_revision, is_planted, parse_planted
 
@@ -114,7 +115,10 @@ def load_config(path: str, config: ReplicaConfig, field: str) -> Any:
         raise PairRefused(
             f"{field}: {path}: an encoder-decoder model; only decoder-only models are served"
         )
-    if quantization := getattr(loaded, "quantization_config", None):
+    quantization = getattr(loaded, "quantization_config", None)
+    if quantization and Packing.of(quantization, f"{field}: {path}") is not None:
+        del loaded.quantization_config  # what is packed is read as plain weights
+    elif quantization:
         method = quantization.get("quant_method")
         of_method = AUTO_QUANTIZATION_CONFIG_MAPPING.get(method)
         if of_method is None or "dequantize" not in inspect.signature(of_method).parameters:
@@ -152,8 +156,9 @@ def read_model(path: str, config: ReplicaConfig, field: str) -> PreTrainedModel:
     trusted = config.trust_remote_code
     whole = AutoConfig.from_pretrained(path, trust_remote_code=trusted)
     in_part = type(whole) is not type(of_model)
+    packing = Packing.of(getattr(whole, "quantization_config", None) or {}, path)
     try:
-        model = read_weights(path, of_model, in_part, dtype=dtype, trust_remote_code=trusted)
+        model = read_weights(path, of_model, in_part, dtype, trusted, packing)
     except ImportError as error:  # a package that reads this kind of checkpoint
         raise PairRefused(f"{path}: {error}") from error
     for parameter in model.parameters() if quantized else ():

@@ -22,10 +22,8 @@ from replicas.kv_cache import PagedCache, TokenRange, divided_into_passes
 from replicas.models.decoder import JoinedDecoder, LayerAttention
 from replicas.models.own_code.current_pass import PASS, BatchLayout, CurrentPass
 from replicas.models.own_code.experts import EXPERTS, ON_DEVICE
-from replicas.models.own_code.layer_reading import chooses_logits, compute_by
+from replicas.models.own_code.layer_reading import ATTENTION, chooses_logits, compute_by
 from replicas.transfers import upload
-
-ATTENTION = "lockstep_paged"
 
 ERROR_FLOOR = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """An error that is always accepted, as a share of the largest logit: the noise of a few tokens."""
@@ -265,29 +263,28 @@ def _widened(states: torch.Tensor, width: int) -> torch.Tensor:  # [.., own] -> 
 AttentionInterface.register(ATTENTION, paged_attention)
 
 
-OnPass = Callable[[list[int], list[TokenRange], Output], None]
-"""Told after each pass: which rows, what of each was computed, and what was wanted of it."""
-
-
 def prefill(
     model: Model,
     contents: Sequence[Sequence[int]],
     ranges: Sequence[TokenRange],
     table: torch.Tensor,  # [rows, blocks], int64
     pass_tokens: int,
-    options: ForwardOptions = NONE,
-    on_pass: OnPass | None = None,
 ) -> None:
     """Write KV for the tokens of each row's range, in passes of at most so many tokens."""
     for one_pass in divided_into_passes(ranges, pass_tokens):
-        rows = [row for row, _ in one_pass]
-        parts = [part for _, part in one_pass]
-        # An id that only the target has, padding of its embedding, is fed as the last one.
-        last = model.vocab - 1
-        fed = [
-            min(token, last) for row, (begin, end) in one_pass for token in contents[row][begin:end]
-        ]
-        layout = model.backend.ranges_layout(table[rows], parts)
-        out = model.forward(upload(fed, torch.int64, table.device), layout, options)
-        if on_pass is not None:
-            on_pass(rows, parts, out)
+        fill(model, contents, one_pass, table[[row for row, _ in one_pass]])
+
+
+def fill(
+    model: Model,
+    contents: Sequence[Sequence[int]],
+    one_pass: Sequence[tuple[int, TokenRange]],
+    table: torch.Tensor,  # [rows of the pass, blocks] or with groups between, int64
+    options: ForwardOptions = NONE,
+) -> Output:
+    """Write KV for ranges of some rows, in one pass."""
+    # An id that only the target has, padding of its embedding, is fed as the last one.
+    last = model.vocab - 1
+    fed = [min(token, last) for row, (begin, end) in one_pass for token in contents[row][begin:end]]
+    layout = model.backend.ranges_layout(table, [part for _, part in one_pass])
+    return model.forward(upload(fed, torch.int64, table.device), layout, options)

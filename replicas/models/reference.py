@@ -87,10 +87,17 @@ def _computing_in(module: nn.Module, dtype: torch.dtype) -> tuple[Any, Any]:
     kept: dict[str, torch.Tensor] = {}
     eps = getattr(module, "variance_epsilon", None)
 
-    def before(module: nn.Module, arguments: tuple[Any, ...]) -> None:
+    def before(module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         for name, parameter in module.named_parameters(recurse=False):
             kept[name] = parameter.data
             parameter.data = parameter.data.to(dtype)
+        # Some routers give a layer float32, whatever they are given.
+        return tuple(
+            value.to(dtype)
+            if isinstance(value, torch.Tensor) and value.is_floating_point()
+            else value
+            for value in arguments
+        )
 
     def after(module: nn.Module, arguments: tuple[Any, ...], out: torch.Tensor) -> Any:
         if eps is not None and "RMSNorm" in type(module).__name__:

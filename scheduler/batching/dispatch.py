@@ -280,15 +280,15 @@ def _prefill_row(sequence: Sequence, begin: int, until: int) -> PrefillRow:
 def _lacking(
     replica: ReplicaRecord, rows: list[Sequence], plan: StepPlan
 ) -> tuple[list[tuple[Sequence, int]], int]:
-    """Rows whose blocks do not last for all that they can hold after these steps, each with those
-    that it needs; and how many that is more."""
+    """Rows whose room does not last for all that they can hold after these steps, each with the
+    blocks of tokens that it needs; and how many blocks more they take then."""
     ahead = plan.steps * (plan.draft_len + 1)
-    block_size = replica.spec.block_size
+    block_size, taken = replica.spec.block_size, replica.spec.blocks_taken
     lacking, growth = [], 0
     for row in rows:
         if row.length + ahead > row.blocks * block_size:
             needed = blocks_needed(min(row.length + ahead, row.length_max), block_size)
             if needed > row.blocks:
                 lacking.append((row, needed))
-                growth += needed - row.blocks
+                growth += taken(needed) - taken(row.blocks)
     return lacking, growth

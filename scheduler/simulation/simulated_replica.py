@@ -45,7 +45,7 @@ class Resident:
     """KV positions that its prefill has not filled yet."""
     tokens_left: int
     blocks: int = 0
-    """KV blocks that it owns."""
+    """It has room for the tokens of so many blocks."""
     held: bool = False
     """Whether a batch holds it."""
     reused: int = 0
@@ -103,7 +103,7 @@ class SimulatedReplica:
         self._times = times
         self._acceptance = acceptance
         self._rng = rng
-        self._prefixes = PrefixSet(spec.kv_blocks if spec.prefix_sharing else 0)
+        self._prefixes = PrefixSet(spec.texts_kept)
         self._blocks_used = 0
         self._failed: set[str] = set()
         """Sequences whose prefill failed and which the pool has not released yet."""
@@ -165,8 +165,9 @@ class SimulatedReplica:
 
     def _own(self, resident: Resident, blocks: int, positions: int) -> None:
         assert blocks_needed(positions, self.spec.block_size) <= blocks, "too few blocks"
-        self._blocks_used += max(blocks - resident.blocks, 0)
-        resident.blocks = max(blocks, resident.blocks)
+        taken, blocks = self.spec.blocks_taken, max(blocks, resident.blocks)
+        self._blocks_used += taken(blocks) - taken(resident.blocks)
+        resident.blocks = blocks
         assert self._blocks_used <= self.spec.kv_blocks, "out of KV blocks"
 
     def begin(self, batch: Batch) -> float:
@@ -243,7 +244,7 @@ class SimulatedReplica:
                 self._remove(sequence_id)
 
     def _remove(self, sequence_id: str) -> None:
-        self._blocks_used -= self.residents.pop(sequence_id).blocks
+        self._blocks_used -= self.spec.blocks_taken(self.residents.pop(sequence_id).blocks)
 
 
 def reference_output(request: Request, vocab_size: int) -> tuple[tuple[int, ...], FinishReason]:

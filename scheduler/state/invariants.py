@@ -50,7 +50,7 @@ def _check_sequence(pool: Pool, sequence: Sequence) -> None:
         assert replica is not None, f"{name}: on an unknown replica"
         assert replica.residents.get(sequence.id) is sequence, f"{name}: not among residents"
         needed = blocks_needed(sequence.length, replica.spec.block_size)
-        assert needed <= sequence.blocks <= replica.blocks_limit(sequence), f"{name}: blocks"
+        assert needed <= sequence.blocks <= replica.room_limit(sequence), f"{name}: blocks"
         if sequence.batch_id is not None:
             found = replica.pipeline.batches.get(sequence.batch_id)
             assert found is not None, f"{name}: its batch is unknown"
@@ -84,7 +84,8 @@ def _check_replica(pool: Pool, replica: ReplicaRecord) -> None:
         where = f"{name}: resident {resident.id}"
         assert pool.sequences.get(resident.id) is resident, f"{where} is not in the pool"
         assert resident.replica_id == replica.id, f"{where} is elsewhere"
-    assert replica.blocks_used == sum(resident.blocks for resident in residents), f"{name}: blocks"
+    taken = sum(replica.spec.blocks_taken(resident.blocks) for resident in residents)
+    assert replica.blocks_used == taken, f"{name}: blocks"
     assert 0 <= replica.blocks_used <= replica.spec.kv_blocks, f"{name}: too many blocks"
     assert len(residents) <= pool.config.residents_max, f"{name}: too many residents"
     partial = {resident.id for resident in residents if resident.state is State.PARTIAL}

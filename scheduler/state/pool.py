@@ -112,14 +112,13 @@ class Pool:
         self.drop_reservation(sequence)
         sequence.replica_id = replica.id
         replica.note_prefix(sequence)
-        sequence.blocks = replica.blocks_for(sequence)
+        replica.give_room(sequence, replica.room_for(sequence))
         if not sequence.replicas:
             self.waiting.charge(sequence)
             sequence.queued_s = now_s - sequence.arrived_s
         if replica.id not in sequence.replicas:
             sequence.replicas.append(replica.id)
         replica.residents[sequence.id] = sequence
-        replica.blocks_used += sequence.blocks
         self._open = None
 
     def begin_prefill(self, given: list[Chunk], batch_id: int) -> None:
@@ -147,13 +146,12 @@ class Pool:
     ) -> None:
         """A speculate batch takes these ready rows, all in quarantine or none.
 
-        `lacking` are those of them that get more blocks, and how many they have then.
+        `lacking` are those of them that get more room, and the blocks of tokens they have then.
         """
         if not rows[0].quarantined:
             replica.ready.take(rows, len(replica.ready) + replica.stepping)
         for sequence, blocks in lacking:
-            replica.blocks_used += blocks - sequence.blocks
-            sequence.blocks = blocks
+            replica.give_room(sequence, blocks)
         for sequence in rows:
             self.move(sequence, Move.STEP)
             sequence.batch_id = batch_id
@@ -235,8 +233,8 @@ class Pool:
         if not replica.draining:
             replica.note_prefix(sequence)
         del replica.residents[sequence.id]
-        replica.blocks_used -= sequence.blocks
-        sequence.blocks = sequence.prefilled = 0
+        replica.give_room(sequence, 0)
+        sequence.prefilled = 0
         sequence.turn = -math.inf
         sequence.replica_id = None
         sequence.batch_id = None

@@ -137,6 +137,7 @@ class ReplicaRecord:
     """Share of a sequence's tokens to come for which blocks are reserved when it is placed."""
     draining: bool = False
     blocks_used: int = 0
+    """Blocks that are taken by its residents."""
     residents: dict[str, Sequence] = field(default_factory=dict)
     """All sequences with reserved blocks, leaving ones included."""
     ready: ReadyRows = field(default_factory=ReadyRows)
@@ -155,7 +156,7 @@ class ReplicaRecord:
     figures: BatchFigures = field(default_factory=BatchFigures)
 
     def __post_init__(self) -> None:
-        self.prefixes = PrefixSet(self.spec.kv_blocks if self.spec.prefix_sharing else 0)
+        self.prefixes = PrefixSet(self.spec.texts_kept)
 
     def note_prefix(self, sequence: Sequence) -> None:
         """It has the KV of this sequence's content."""
@@ -191,12 +192,22 @@ class ReplicaRecord:
         """Rows that are ready once the prefill batches in flight are done."""
         return sum(row.prefilled == row.prefill_len for row in self.rows_in(State.PREFILLING))
 
-    def blocks_for(self, sequence: Sequence) -> int:
-        """Blocks to reserve when it is placed. It may need more later, but never if it was
-        preempted once: no sequence is sent back for want of blocks twice."""
+    def room_for(self, sequence: Sequence) -> int:
+        """Blocks of tokens to reserve room for when it is placed. It may need more later, but never
+        if it was preempted once: no sequence is sent back for want of blocks twice."""
         share = 1.0 if sequence.preempted else self.kv_reserve
         length = sequence.length + math.ceil(share * sequence.tokens_left)
         return blocks_needed(length, self.spec.block_size)
+
+    def room_limit(self, sequence: Sequence) -> int:
+        """Blocks of tokens that it may ever need room for."""
+        return blocks_needed(sequence.length_max, self.spec.block_size)
+
+    def give_room(self, sequence: Sequence, blocks: int) -> None:
+        """The sequence has room for the tokens of so many blocks here from now on."""
+        taken = self.spec.blocks_taken
+        self.blocks_used += taken(blocks) - taken(sequence.blocks)
+        sequence.blocks = blocks
 
     def lower_rows_cap(self, rows: int) -> None:
         """A batch of more rows has failed."""
@@ -217,16 +228,15 @@ class ReplicaRecord:
         A sequence that was preempted comes back only where no other has to go for it: else a full
         replica would prefill and preempt it for every step of the others.
         """
-        needed = self.blocks_for(sequence)
-        if self.blocks_used + sum(map(self.blocks_for, beside)) + needed > self.spec.kv_blocks:
+        taken, most = self.spec.blocks_taken, self.spec.kv_blocks
+        needed = taken(self.room_for(sequence))
+        reserved = self.blocks_used + sum(taken(self.room_for(other)) for other in beside)
+        if reserved + needed > most:
             return False
         if not sequence.preempted:
             return True
-        others = sum(map(self.blocks_limit, (*self.residents.values(), *beside)))
-        return others + needed <= self.spec.kv_blocks
-
-    def blocks_limit(self, sequence: Sequence) -> int:
-        return blocks_needed(sequence.length_max, self.spec.block_size)
+        others = (*self.residents.values(), *beside)
+        return sum(taken(self.room_limit(other)) for other in others) + needed <= most
 
     def could_hold(self, sequence: Sequence) -> bool:
         """Whether an empty replica of this spec has room for it."""

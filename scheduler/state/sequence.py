@@ -101,7 +101,7 @@ class Sequence:
     batch_id: int | None = None
     """The batch in flight that holds the row, else None."""
     blocks: int = 0
-    """Blocks reserved on its replica."""
+    """Its replica has room for its tokens in so many blocks; see `ReplicaSpec.blocks_taken`."""
     record: FailureRecord = field(default_factory=FailureRecord)
     """Batches and replicas that broke with it; see `faults`."""
     steps: int = 0

@@ -25,6 +25,7 @@ from tests.serving import lockstep_serve
 
 ROOT = Path(__file__).parents[2]
 CLIENTS = ROOT / ".venv-clients" / "bin"
+WRAPPERS = ROOT / ".venv-wrappers" / "bin"
 NAME = "tiny-chat"
 CLIENT_S = 400.0
 
@@ -78,8 +79,13 @@ def run(tmp_path: Path) -> Run:
     ours = ("PYTHONPATH", "HF_HUB_OFFLINE")
     environment = {name: value for name, value in os.environ.items() if name not in ours}
     environment |= {"HF_HOME": str(tmp_path / "hf"), "COLUMNS": "120"}
+    # litellm would ask its own site for the prices of models.
+    environment["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
 
-    def run(name: str, *arguments: str | Path, offline: bool = False, given: str = "") -> str:
+    def run(
+        name: str | Path, *arguments: str | Path, offline: bool = False, given: str = ""
+    ) -> str:
+        """`name`: of a client of `all.txt`, or a path."""
         found = shutil.which(name, path=f"{CLIENTS}:{os.environ['PATH']}")
         assert found is not None, f"{name} is not installed: make test-clients"
         done = subprocess.run(

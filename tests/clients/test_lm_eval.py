@@ -1,11 +1,13 @@
 """Proves: lm-eval measures a served Lockstep through `local-completions` as it measures the same
 target by its own `hf` backend: the accuracy of each task, the texts and whether a choice is the
-greedy one are equal, and each loglikelihood is within 1e-3.
+greedy one are equal, and each loglikelihood is within 1e-3. Through `local-chat-completions` the
+texts are those of that backend with the target's chat template.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -64,30 +66,49 @@ def evaluated(out: Path, task: str) -> tuple[float, list[Any]]:
     return figure, [row["filtered_resps"] for row in rows]
 
 
-def test_lm_eval_measures_the_same_as_by_its_own_backend(
-    served: Served, run: Run, tmp_path: Path
-) -> None:
+@pytest.fixture
+def measured(served: Served, run: Run, tmp_path: Path) -> Callable[..., None]:
+    """Runs the tasks through the server and by lm-eval's own backend."""
     data = tmp_path / "rows.jsonl"
     lines = [dict(zip(("question", "choices", "answer"), row, strict=True)) for row in ROWS]
     data.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    tasks = tmp_path / "tasks"
-    tasks.mkdir()
+    folder = tmp_path / "tasks"
+    folder.mkdir()
     for task, (_, form) in TASKS.items():
-        (tasks / f"{task}.yaml").write_text(form.format(data=data))
-    through = (
-        f"model={NAME},base_url={served.http}/v1/completions,tokenizer={served.directory},"
-        "num_concurrent=4,max_retries=1"
+        (folder / f"{task}.yaml").write_text(form.format(data=data))
+
+    def measured(model: str, path: str, tasks: Iterable[str], *more: str) -> None:
+        through = f"model={NAME},base_url={served.http}/v1/{path},num_concurrent=4,max_retries=1"
+        through += f",tokenizer={served.directory}" * (path == "completions")
+        for by, arguments, out in (
+            (model, through, "served"),
+            ("hf", f"pretrained={served.directory},dtype=float32", "own"),
+        ):
+            run(
+                *("lm_eval", "--model", by, "--model_args", arguments, "--device", "cpu"),
+                *("--tasks", ",".join(tasks), "--include_path", folder, *more),
+                *("--output_path", tmp_path / out, "--log_samples"),
+                offline=True,
+            )
+
+    return measured
+
+
+def test_lm_eval_gets_the_texts_of_its_own_backend_in_chat(
+    measured: Callable[..., None], tmp_path: Path
+) -> None:
+    measured(
+        "local-chat-completions", "chat/completions", ["served_generate"], "--apply_chat_template"
     )
-    for model, arguments, out in (
-        ("local-completions", through, "served"),
-        ("hf", f"pretrained={served.directory},dtype=float32", "own"),
-    ):
-        run(
-            *("lm_eval", "--model", model, "--model_args", arguments, "--device", "cpu"),
-            *("--tasks", ",".join(TASKS), "--include_path", tasks),
-            *("--output_path", tmp_path / out, "--log_samples"),
-            offline=True,
-        )
+    both = [evaluated(tmp_path / out, "served_generate") for out in ("served", "own")]
+    assert both[0] == both[1]
+    assert any(text for [text] in both[0][1])
+
+
+def test_lm_eval_measures_the_same_as_by_its_own_backend(
+    measured: Callable[..., None], tmp_path: Path
+) -> None:
+    measured("local-completions", "completions", TASKS)
     (figure, texts), (own_figure, own_texts) = (
         evaluated(tmp_path / out, "served_generate") for out in ("served", "own")
     )

@@ -8,7 +8,6 @@ and run again, replicas that die. The drafter of docs/add-a-drafter.md is one of
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from itertools import takewhile
@@ -17,18 +16,16 @@ import pytest
 import torch
 
 from benchmarks.shared.oracle import OracleDrafter
-from cluster.local.engine import REPLICA_ID, LocalEngine
+from cluster.local.engine import LocalEngine
 from replicas.config import ReplicaConfig
 from replicas.drafters import DraftRequest, Proposal
 from replicas.memory import plan_memory
-from replicas.replica import Replica
 from replicas.stopwatch import Stopwatch
 from scheduler.config import SchedulerConfig
-from scheduler.messages import Priority, ReplicaJoined, ReplicaLost, Request
+from scheduler.messages import Priority, Request
 from tests.oracle.drafters import ORACLES, replica_of, toy_source
-from tests.oracle.worlds import conversations, sampled
+from tests.oracle.worlds import TIGHT, Mortal, conversations, sampled
 from tests.reference import plain_greedy
-from tests.replicas.pool import Failing
 from tests.tiny_pairs import VOCAB, pair_in, target_model, tiny_pair, tiny_replica
 
 DRAFTERS = (
@@ -37,25 +34,6 @@ DRAFTERS = (
 )
 RUNS = ((False, 8, "off"), (True, 8, "on"))
 LONG_RUNS = ((False, 1, "off"), (True, 1, "off"), (True, 8, "off"))
-TIGHT = 64
-"""Blocks: one sequence of full length."""
-
-
-class Mortal(LocalEngine):
-    """Its replica may die, and a new one comes that knows nothing."""
-
-    def __init__(self, load: Callable[[], Replica], config: SchedulerConfig) -> None:
-        self._load = load
-        self.replica = load()
-        super().__init__(Failing(self.replica, share=0.25), config, check=True)
-
-    def kill(self) -> None:
-        """What its batches would have committed is lost."""
-        self._batches.clear()
-        self._feed(ReplicaLost(REPLICA_ID, by_batch=False))
-        self.replica = self._load()
-        self._runner = Failing(self.replica, share=0.25)
-        self._feed(ReplicaJoined(REPLICA_ID, self.replica.spec))
 
 
 @cache
@@ -108,22 +86,9 @@ def test_output_is_that_of_the_target_alone(
     }
     config = SchedulerConfig(rows_max=rows, draft_len=8, kv_reserve=0.0, prefill_tokens_max=24)
     engine = Mortal(lambda: replica_of(drafter, answered, pair, **settings), config)
-    for at, request in enumerate(requests):
-        engine.submit(request)
-        for _ in range(at % 3):
-            engine.advance()
-        if at % 9 == 8:
-            engine.kill()
-    engine.run()
-    replica = engine.replica
-    outputs = [engine.outputs[request.id] for request in requests]
+    outputs = engine.live(requests)
     assert [output.tokens for output in outputs] == expected
-    replica.check_integrity()
-    assert (replica.residents, replica.free_blocks) == ((), TIGHT)
-    found = sum(output.usage.cached_tokens for output in outputs)
-    assert found > 200, found
-    assert rows == 1 or engine.scheduler.snapshot().preempted > 0
-    assert sum(output.usage.recovered for output in outputs) > 0
+    replica = engine.replica
     drafted = sum(output.usage.draft_tokens for output in outputs)
     accepted = sum(output.usage.accepted_tokens for output in outputs)
     assert (drafted > 0) == (drafter != "none")

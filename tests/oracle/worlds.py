@@ -1,22 +1,27 @@
 """Requests of mixed length that arrive at different times, an engine to run them, and what they
-must return: those of tiny pairs, and of the embedded one, named "demo"."""
+must return: those of tiny pairs, and of the embedded one, named "demo".
+
+`Mortal` is a world with all that a request may live through: prompts filled in chunks, prefixes
+that several share, blocks that run out, batches that fail in the middle, replicas that die.
+"""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from cluster.local.engine import LocalEngine, Output
+from cluster.local.engine import REPLICA_ID, LocalEngine, Output
 from replicas.config import ReplicaConfig
 from replicas.demo import TARGET_DIR
 from replicas.replica import Replica
 from scheduler.config import SchedulerConfig
-from scheduler.messages import Request, Sampling
+from scheduler.messages import ReplicaJoined, ReplicaLost, Request, Sampling
 from tests.reference import plain_greedy
+from tests.replicas.pool import Failing
 from tests.tiny_pairs import ARCHITECTURES, DEVICE, VOCAB, target_model, tiny_replica
 
 LENGTHS = (1, 2, 3, 5, 8, 13, 13, 13, 21, 34, 55)
@@ -162,3 +167,45 @@ def check_answers(
     for (request, tokens), output in zip(answered, outputs, strict=True):
         assert output.tokens == tokens, request
     return outputs
+
+
+TIGHT = 64
+"""Blocks: one sequence of full length."""
+
+
+class Mortal(LocalEngine):
+    """Its replica may die, and a new one comes that knows nothing."""
+
+    def __init__(self, load: Callable[[], Replica], config: SchedulerConfig) -> None:
+        """`load` makes replicas of few blocks."""
+        self._load = load
+        self._rows_max = config.rows_max
+        self.replica = load()
+        self._free = self.replica.free_blocks
+        super().__init__(Failing(self.replica, share=0.25), config, check=True)
+
+    def kill(self) -> None:
+        """What its batches would have committed is lost."""
+        self._batches.clear()
+        self._feed(ReplicaLost(REPLICA_ID, by_batch=False))
+        self.replica = self._load()
+        self._runner = Failing(self.replica, share=0.25)
+        self._feed(ReplicaJoined(REPLICA_ID, self.replica.spec))
+
+    def live(self, requests: Sequence[Request]) -> list[Output]:
+        """What the requests receive, through all of it."""
+        for at, request in enumerate(requests):
+            self.submit(request)
+            for _ in range(at % 3):
+                self.advance()
+            if at % 9 == 8:
+                self.kill()
+        self.run()
+        outputs = [self.outputs[request.id] for request in requests]
+        self.replica.check_integrity()
+        assert (self.replica.residents, self.replica.free_blocks) == ((), self._free)
+        found = sum(output.usage.cached_tokens for output in outputs)
+        assert found > 200, found
+        assert self._rows_max == 1 or self.scheduler.snapshot().preempted > 0
+        assert sum(output.usage.recovered for output in outputs) > 0
+        return outputs

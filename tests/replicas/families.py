@@ -11,7 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from tests.tiny_pairs import VOCAB
+from replicas.pair import Pair
+from tests.tiny_pairs import VOCAB, pair_of
 
 WINDOW = 12
 _SIZES: dict[str, Any] = {
@@ -64,6 +65,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "topk_group": 1,
         "first_k_dense_replace": 1,
     },
+    "mimo_v2_flash": {
+        "sliding_window": WINDOW,
+        "layer_types": ["full_attention", "sliding_attention"],
+        "mlp_layer_types": ["dense", "sparse"],
+        "head_dim": 24,
+        "v_head_dim": 16,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "n_group": 1,
+        "topk_group": 1,
+    },
     "llama4_text": {
         "attention_chunk_size": WINDOW,
         "layer_types": ["chunked_attention", "full_attention"],
@@ -92,3 +105,9 @@ def _made(kind: str) -> PreTrainedModel:
 def family_model(kind: str) -> PreTrainedModel:
     """A copy, which a test may change."""
     return copy.deepcopy(_made(kind))
+
+
+@cache
+def family_pair(kind: str) -> Pair:
+    """Its draft is the target with noise."""
+    return pair_of(_made(kind), kind)

@@ -5,9 +5,12 @@ With kv_reserve below 1 a replica takes more sequences than would fit at their l
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import pairwise
+
 import pytest
 
-from scheduler.messages import BatchKind, Priority
+from scheduler.messages import BatchKind, Priority, ReplicaSpec
 from tests.scheduler.hand import Hand, released, rows_of
 
 
@@ -113,3 +116,53 @@ def test_a_reservation_lets_those_pass_that_are_before_it_in_the_queue() -> None
     assert "later" not in hand.tokens
     run(hand)
     assert len(hand.finishes) == 4
+
+
+# ------------------------------------------------------------------------------ kinds of layers
+
+KINDS = ((1, None), (5, 4))
+"""One table that keeps all and five of layers with a window, which keep 4 blocks."""
+
+
+def test_a_sequence_is_counted_by_what_its_kinds_of_layers_keep() -> None:
+    spec = ReplicaSpec(100, 4, 512, 1000, kv_groups=KINDS)
+    assert [spec.blocks_taken(blocks) for blocks in (0, 1, 4, 5, 40)] == [0, 6, 24, 25, 60]
+    assert spec.length_max == 80 * 4, "80 blocks and 20 of windows"
+    assert replace(spec, context_len=300).length_max == 300
+    assert ReplicaSpec(100, 4, 512, 1000).length_max == 400
+
+
+def test_more_sequences_have_room_where_most_layers_keep_a_window() -> None:
+    """Each of 160 tokens takes 60 blocks, where six full tables would take 240."""
+    for groups, placed in ((KINDS, 4), (((6, None),), 1)):
+        hand = Hand(draft_len=0)
+        hand.join(kv_blocks=240, kv_groups=groups)
+        for name in "abcde":
+            hand.submit(name, length=100, max_new_tokens=60)
+        hand.settle()
+        assert len(hand.scheduler.pool.replicas["r"].residents) == placed
+        assert hand.used() == 240
+
+
+def test_growth_beyond_the_window_takes_blocks_of_full_layers_alone() -> None:
+    hand = Hand(draft_len=3, steps_per_batch_max=1, kv_reserve=0.0)
+    hand.join(kv_blocks=60, kv_groups=KINDS)
+    hand.submit("a", length=16, max_new_tokens=100)
+    used = []
+    while "a" not in hand.finishes:
+        used.append(hand.used())
+        hand.work()
+    assert used[0] == 4 + 20
+    assert used[-1] == 29 + 20
+    assert {after - before for before, after in pairwise(used)} == {0, 1}
+
+
+def test_blocks_that_run_out_send_back_who_has_more_than_its_window() -> None:
+    hand = Hand(kv_reserve=0.0, draft_len=0, steps_per_batch_max=1)
+    hand.join(kv_blocks=60, kv_groups=KINDS)
+    for name in "ab":
+        hand.submit(name, length=20, max_new_tokens=60)
+    assert preempted(hand) == ["b"]
+    run(hand)
+    assert set(hand.finishes) == {"a", "b"}
+    assert hand.finishes["b"].usage.recovered == 1

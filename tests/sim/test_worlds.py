@@ -64,9 +64,12 @@ def test_a_crowded_world_keeps_the_waiting_bound_and_uses_its_replicas() -> None
 
 
 def test_worlds_are_tight_and_deadly_enough_to_prove_something() -> None:
-    """In them blocks run out, and requests that kill replicas run; neither costs others a token."""
-    worlds = [run(seed, Knobs(requests=60, kv_reserve=0.0, **QUIET))[0] for seed in range(5)]
-    assert sum(world.scheduler.snapshot().preempted for world in worlds) > 5
+    """In them blocks run out, with layers of one kind and of two, and requests that kill replicas
+    run; neither costs others a token."""
+    for windows in (False, True):
+        tight = Knobs(requests=60, kv_reserve=0.0, windows=windows, **QUIET)
+        worlds = [run(seed, tight)[0] for seed in range(5)]
+        assert sum(world.scheduler.snapshot().preempted for world in worlds) > 5
     deadly = Knobs(requests=40, cancels=0, deadly=1, **QUIET)
     ends = [run(seed, deadly)[2].outcomes["q0"].end for seed in range(6)]
     failed = [isinstance(end, Finish) and end.reason is FinishReason.FAILED for end in ends]

@@ -48,6 +48,9 @@ class Knobs:
     deadly: int = 0
     """Requests that kill every replica that steps them."""
     kv_reserve: float = 0.5
+    windows: bool | None = None
+    """Whether the replicas' models have layers with a window, beside some that keep all; None: some
+    of them have."""
 
 
 def draw(seed: int, number: int) -> tuple[int, Knobs]:
@@ -172,6 +175,7 @@ def build(seed: int, knobs: Knobs) -> tuple[World, list[Request]]:
     world = World(rng, times, config, faults=faults, watch=watcher)
     watcher.world = world
     names = [f"r{index}" for index in range(knobs.replicas)]
+    of_models = Random(f"{seed} models")
     for name in names:
         kv_blocks = rng.choice([30, 60, 1000])
         spec = ReplicaSpec(
@@ -182,6 +186,8 @@ def build(seed: int, knobs: Knobs) -> tuple[World, list[Request]]:
             rows_max={30: 1, 60: 3}.get(kv_blocks) if knobs.faults else None,
             prefix_sharing=rng.random() < 0.7,
         )
+        if knobs.windows or (knobs.windows is None and of_models.random() < 0.4):
+            spec = replace(spec, kv_groups=((1, None), (1, of_models.randint(1, 4))))
         world.join(rng.choice([0.0, 0.0, 0.1]), name, spec)
     requests = [random_request(rng, f"q{index}") for index in range(knobs.requests)]
     span_s = rng.choice([0.0, 0.3])

@@ -65,7 +65,8 @@ def openai_router(service: FrontendService, unknown: IgnoredNames) -> APIRouter:
             check = partial(_taken, kind, refuse_unknown)
             asked, ignored = given = await read_body(request, bytes_max, check)
             unknown.note(ignored)
-            asked = asked.with_model(check_model(service, asked.model))
+            model = check_model(service, asked.model)
+            asked = asked.as_served(model, service.config.server)
             call = asked.to_call(caller, request.headers.get("x-request-id", ""))
             last = None
             if (name := request.headers.get("last-event-id")) is not None:

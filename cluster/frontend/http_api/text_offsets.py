@@ -87,12 +87,16 @@ class TokenNames:
         self._names: dict[int, str] = {}
 
     def top(self, told: tuple[int, TokenLogprobs | None]) -> dict[str, float] | None:
-        """Tokens that are part of a character may have one name: the likeliest has it."""
+        """First the token that stands there, as in vLLM. Tokens that are part of a character may
+        have one name: the likeliest has it."""
         token, said = told
-        top = dict[str, float]()
-        for other, logprob in () if said is None else (*said.top, (token, said.logprob)):
-            top.setdefault(self.shown(other), logprob)
-        return top or None
+        if said is None:
+            return None
+        top = {self.shown(token): said.logprob}
+        for other, logprob in said.top:
+            name = self.shown(other)
+            top[name] = max(logprob, top.get(name, logprob))
+        return top
 
     def of_chat(self, told: tuple[int, TokenLogprobs]) -> dict[str, Any]:
         token, said = told
@@ -110,12 +114,13 @@ class TokenNames:
         }
 
     def ranked(self, told: tuple[int, TokenLogprobs | None]) -> dict[str, Any] | None:
-        """The likeliest tokens and the one that stands there, by their ids."""
+        """The one that stands there, and the likeliest, by their ids."""
         token, said = told
         if said is None:
             return None
-        ranks = {other: (rank, value) for rank, (other, value) in enumerate(said.top, 1)}
-        ranks[token] = (said.rank, said.logprob)
+        ranks = {token: (said.rank, said.logprob)}
+        for rank, (other, value) in enumerate(said.top, 1):
+            ranks.setdefault(other, (rank, value))
         return {
             str(other): {"logprob": value, "rank": rank, "decoded_token": self.name(other)}
             for other, (rank, value) in ranks.items()

@@ -45,9 +45,6 @@ def tokens_router(service: FrontendService, unknown: IgnoredNames) -> APIRouter:
         with service.refusals():
             given = await read(request, Tokenize)
             asked = given.body
-            if asked.tool_use is not None:
-                # As chat would refuse them.
-                service.formats.tools(asked.tool_use)
             prompt = asked.to_tokenize
             # Unlike a call's, a text may be empty here.
             if asked.prompt != "":
@@ -60,6 +57,7 @@ def tokens_router(service: FrontendService, unknown: IgnoredNames) -> APIRouter:
             "count": len(tokens),
             "max_model_len": text.context_len,
             "tokens": json_array(tokens, int),
+            "token_strs": None,
         }
         if asked.return_token_strs:
             names = cache(lambda token: text.tokenizer.id_to_token(token) or "")

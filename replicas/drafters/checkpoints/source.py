@@ -145,6 +145,6 @@ class HeadSource(DraftSource, Generic[C]):
 
     def drafter(self, target: PreTrainedModel, config: ReplicaConfig, plan: MemoryPlan) -> Drafter:
         sizes, on_host = ModelShape.of(self.head.config), computes_on_host(config, target.device)
-        cache = cache_of(sizes.attention, config, plan.kv_blocks, plan.pair.context_len, target)
+        cache = cache_of(sizes.attention, config, plan.cache_blocks, plan.pair.context_len, target)
         backend = attention_over(cache, Arithmetic(), on_host)
         return self.drafter_on(target, config, plan, cache, backend)

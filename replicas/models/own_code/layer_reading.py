@@ -24,8 +24,12 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from replicas.errors import PairRefused
 from replicas.kv_cache import LayerShape
+from replicas.models.own_code.own_attention import attend_by_interface
 
 READING = "lockstep_reading"
+ATTENTION = "lockstep_paged"
+OURS = frozenset({READING, ATTENTION})
+"""Implementations of attention by which a model notes what it needs, and computes over a cache."""
 _TOKENS = 6
 _KNOWN = frozenset({"softcap", "s_aux", "sliding_window", "dropout", "is_causal"})
 _UNSERVED = {
@@ -38,6 +42,8 @@ _POSITIONS = 1 << 17
 """Positions up to which a mask is looked at."""
 
 _READ = "lockstep_layers"
+_CACHES = {"past_key_values", "cache_params"}
+"""Arguments by which a model's forward pass takes a cache; one without attends over its tokens."""
 _STATES = (
     "some of its layers carry a state from token to token, or keep something else than keys and"
     " values; only attention over keys and values is served"
@@ -76,6 +82,7 @@ def layers_of(model: PreTrainedModel) -> tuple[LayerShape, ...]:
 def read_layers(model: PreTrainedModel) -> tuple[LayerShape, ...]:
     """The same, read anew."""
     name, notes = type(model).__name__, _Notes()
+    attend_by_interface(model, OURS)
     tensors = {
         name: torch.empty_like(tensor, device="meta")
         for name, tensor in (
@@ -111,7 +118,8 @@ def read_layers(model: PreTrainedModel) -> tuple[LayerShape, ...]:
         ) from error
     finally:
         _NOTES.remove(notes)
-    if len(notes.layers) < notes.updates:
+    known = inspect.signature(type(model).forward).parameters.keys()
+    if len(notes.layers) < notes.updates or not known & _CACHES:
         raise PairRefused(
             f"{name} is not served: it computes attention by code of its own, which knows nothing"
             " of several requests in one pass"
@@ -282,6 +290,8 @@ def _noting_attention(
         store = len(notes.read)
         notes.read.append((key, value))
     seen: _Seen = getattr(attention_mask, _SEEN, _Seen(otherwise=True))
+    if seen == _Seen() and kwargs.get("own_window") is not None:
+        seen = _Seen(window=kwargs["own_window"])
     if seen.otherwise:
         raise NotDescribed(
             "its attention sees other positions than those before, of all, a window or a chunk"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import torch
@@ -77,7 +78,9 @@ class OwnProducts:
                 given = matrix.t() if isinstance(module, Conv1D) else matrix
                 self._counted.products[_key(given)] = Product.of(given, None, prepack)
         if matrices:
-            module.forward = self._counted.within(module.forward)
+            # Not that of products over the same model, which these take the place of.
+            plain = MethodType(type(module).forward, module)
+            module.forward = self._counted.within(plain)
 
     def _measure(self, model: PreTrainedModel, parts: list[nn.Module]) -> None:
         """One norm, activation and rotary table of each kind, and the width of its input."""
@@ -106,11 +109,6 @@ class OwnProducts:
 
 def _key(weight: torch.Tensor) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
     return weight.data_ptr(), tuple(weight.shape), weight.stride()
-
-
-def is_part(model: PreTrainedModel) -> bool:
-    """Whether it is a rank's part of a model: sums are finished elsewhere."""
-    return any("forward" in vars(module) for module in model.modules())
 
 
 class _Counted(TorchFunctionMode):

@@ -7,6 +7,7 @@ stands here with the reason; any other tensor, and a missing one, is refused by 
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from collections.abc import Iterator
@@ -17,8 +18,10 @@ import torch
 from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from replicas.errors import PairRefused
+from replicas.models.weights.packed import Packing, plain_weights
 
 _HARMLESS = {
     r".*\.inv_freq": "follows from the config",
@@ -56,16 +59,34 @@ def text_part(config: Any, field: str, path: str) -> Any:
     return text
 
 
-def read_weights(path: str, config: Any, in_part: bool, **options: Any) -> PreTrainedModel:
+def read_weights(
+    path: str,
+    config: Any,
+    in_part: bool,
+    dtype: torch.dtype,
+    trust_remote_code: bool,
+    packing: Packing | None = None,
+) -> PreTrainedModel:
     """The model of a config with the weights of these files; `in_part`: it is the part for text.
-    Raises PairRefused for a tensor without a place, and a weight that is not there."""
+    Raises PairRefused for a tensor without a place, and a weight that is not there or has another
+    shape."""
+    options: dict[str, Any] = {"dtype": dtype, "config": config}
+    options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
     if in_part:
         options["key_mapping"] = _TEXT_KEYS
-    model, found = AutoModelForCausalLM.from_pretrained(
-        path, config=config, use_safetensors=True, output_loading_info=True, **options
-    )
+    if packing is None:
+        options |= {"use_safetensors": True, "trust_remote_code": trust_remote_code}
+        model, found = AutoModelForCausalLM.from_pretrained(path, **options)
+    else:
+        weights = plain_weights(_weight_files(path), packing, path)
+        model, found = _class_of(config, path).from_pretrained(None, state_dict=weights, **options)
     if missing := sorted(found["missing_keys"]):
         raise PairRefused(f"{path}: without {len(missing)} weights of the model: {missing[0]}")
+    for name, stored, wanted in sorted(found["mismatched_keys"]):
+        raise PairRefused(
+            f"{path}: {name} has shape {tuple(stored)}, to the model {tuple(wanted)}; is the"
+            " config.json that of these weights?"
+        )
     patterns = [re.compile(pattern) for pattern in _HARMLESS]
     unused = sorted(
         name
@@ -79,6 +100,20 @@ def read_weights(path: str, config: Any, in_part: bool, **options: Any) -> PreTr
         )
     _check_tied(path, model)
     return model
+
+
+def _class_of(config: Any, path: str) -> Any:
+    """Raises PairRefused for code that comes with the checkpoint."""
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        raise PairRefused(f"{path}: a quantized model with code of its own is not served")
+    made = AutoModelForCausalLM._model_mapping[type(config)]
+    with torch.device("meta"):
+        transposed = any(isinstance(module, Conv1D) for module in made(config).modules())
+    if transposed:
+        raise PairRefused(
+            f"{path}: {made.__name__} stores its weights transposed; their packed form is not read"
+        )
+    return made
 
 
 def _check_tied(path: str, model: PreTrainedModel) -> None:
@@ -104,8 +139,14 @@ def _check_tied(path: str, model: PreTrainedModel) -> None:
 
 
 def _weight_files(path: str) -> Iterator[Path]:
+    """Those that transformers reads; one that it does not know is read where it is the only one."""
     folder = Path(path)
     if not folder.is_dir():
-        found = snapshot_download(path, allow_patterns=["*.safetensors"], local_files_only=True)
-        folder = Path(found)
-    yield from sorted(folder.glob("*.safetensors"))
+        patterns = ["model*.safetensors", "*.index.json"]
+        folder = Path(snapshot_download(path, allow_patterns=patterns))
+    index, whole = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if index.is_file() and not whole.is_file():
+        names = json.loads(index.read_text())["weight_map"].values()
+        yield from (folder / name for name in sorted(set(names)))
+    else:
+        yield from [whole] if whole.is_file() else sorted(folder.glob("*.safetensors"))

@@ -24,8 +24,11 @@ from replicas.errors import PairRefused
 _COLUMNS, _COLUMNS_JOINED = "colwise", "colwise_gather_output"
 _ROWS, _ROWS_OF_WHOLE = "rowwise", "rowwise_split_input"
 _EXPERTS = "moe_tp_experts"
+_PARAMETERS = "local_params"
+"""A module's own parameters are divided, as the plan says of each."""
 _WHOLE = frozenset({"embedding_rowwise", "replicated_with_grad_allreduce", "replicate"})
 """Left on every rank: an embedding is looked up, not multiplied, and norms are small."""
+_PART = "lockstep_part"
 
 
 def keep_own_part(model: PreTrainedModel, rank: int, ranks: int) -> None:
@@ -51,6 +54,9 @@ def keep_own_part(model: PreTrainedModel, rank: int, ranks: int) -> None:
         if style == _EXPERTS:
             _divide_experts(name, module, rank, ranks)
             continue
+        if style == _PARAMETERS:
+            _divide_parameters(name, module, plan, rank, ranks)
+            continue
         if not isinstance(module, nn.Linear):
             raise _refused(f"{name}: {type(module).__name__} is no linear layer")
         _divide(name, module, style, rank, ranks)
@@ -58,6 +64,12 @@ def keep_own_part(model: PreTrainedModel, rank: int, ranks: int) -> None:
     config.head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     config.num_key_value_heads = (getattr(config, "num_key_value_heads", None) or heads) // ranks
     config.num_attention_heads = heads // ranks
+    setattr(model, _PART, True)
+
+
+def is_part(model: PreTrainedModel) -> bool:
+    """Whether it is a rank's part of a model: sums are finished elsewhere."""
+    return getattr(model, _PART, False)
 
 
 def _refused(why: str) -> PairRefused:
@@ -90,6 +102,18 @@ def _divide(name: str, module: nn.Linear, style: str, rank: int, ranks: int) -> 
         )
     else:
         raise _refused(f"{name}: the plan says {style!r}, which is not served")
+
+
+def _divide_parameters(
+    name: str, module: nn.Module, plan: dict[str, str], rank: int, ranks: int
+) -> None:
+    """As of sinks, of which every head has one."""
+    for own, parameter in list(module.named_parameters(recurse=False)):
+        style = plan.get(_generic(f"{name}.{own}"))
+        if style != _COLUMNS or parameter.shape[0] % ranks:
+            raise _refused(f"{name}.{own} cannot be shared by {ranks} ranks")
+        kept = parameter.data.chunk(ranks)[rank].clone()
+        setattr(module, own, nn.Parameter(kept, requires_grad=False))
 
 
 def _divide_experts(name: str, module: Any, rank: int, ranks: int) -> None:

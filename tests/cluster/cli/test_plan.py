@@ -93,6 +93,7 @@ def test_a_plan_of_a_file_is_that_of_the_replica_that_serves_it(
         "block_size": made.work.block_size,
         "block_bytes": made.block_bytes,
         "bytes": made.kv_bytes,
+        "groups": [],
     }
     total = {"total": made.buffers.total}
     assert planned["buffers_bytes"] == json.loads(json.dumps(asdict(made.buffers) | total))

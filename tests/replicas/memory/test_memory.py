@@ -17,6 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from cluster.local.engine import LocalEngine
 from replicas.config import ReplicaConfig
+from replicas.drafters.model import ModelDrafter
 from replicas.errors import TooLittleMemory
 from replicas.invariant.ops import can_prepack
 from replicas.kv_cache import CacheShape, PagedCache
@@ -27,14 +28,15 @@ from replicas.memory.plan import PASS_TOKENS_LEAST
 from replicas.memory.shapes import DraftMemory
 from replicas.models import device_attention as attention
 from replicas.models.model_shape import ModelShape, weight_bytes, without_storage
-from replicas.pair import load_pair, read_pair
+from replicas.pair import Pair, load_pair, read_pair
 from replicas.replica import Replica
 from scheduler.config import SchedulerConfig
 from scheduler.messages import Request
 from tests.gathering import Kernels
 from tests.reference import plain_greedy
+from tests.replicas.kv_cache.windowed import drafted_pair, windowed_pair
 from tests.replicas.test_pair import WORDS, save_model
-from tests.tiny_pairs import DEVICE, SHAPE, target_model, tiny_pair, tiny_replica
+from tests.tiny_pairs import DEVICE, SHAPE, target_model, tiny_pair, tiny_replica, unrecorded
 
 CPU = torch.device("cpu")
 GPU = torch.device("cuda")
@@ -68,6 +70,40 @@ def test_a_block_costs_what_the_caches_allocate_for_it(dtype: torch.dtype) -> No
     assert sum(store.nbytes for cache in caches for store in cache.layers) == 10 * PAIR.block_bytes(
         4, dtype.itemsize
     )
+
+
+@pytest.mark.parametrize("pair_of", [windowed_pair, drafted_pair])
+def test_layers_with_a_window_are_planned_by_their_window(
+    pair_of: Callable[[str], Pair],
+) -> None:
+    """5 of 6 layers; what is counted for a sequence is what `ReplicaSpec` counts."""
+    pair = pair_of("gemma3_text")
+    config = ReplicaConfig(
+        block_size=4, memory="40MiB", device="cpu", plan_rows=2, prefill_chunk_tokens=32
+    )
+    plan = pair.plan(config)
+    assert plan.budget is not None
+    assert plan.budget - plan.block_bytes < plan.total <= plan.budget
+    replica = Replica(pair, config, plan)
+    caches = [unrecorded(replica.target).cache]
+    if isinstance(replica.drafter, ModelDrafter):
+        caches.append(unrecorded(replica.drafter.model).cache)
+    stores = {id(store): store.nbytes for cache in caches for store in cache._stores}
+    assert sum(stores.values()) == (plan.cache_blocks + 1) * plan.block_bytes
+    assert plan.cache_blocks > plan.kv_blocks, "a pass needs more than the windows"
+    spec, blocks = replica.spec, -(-200 // 4)
+    assert plan.sequences(200) == spec.kv_blocks // spec.blocks_taken(blocks)
+    assert spec.blocks_taken(blocks) < len(plan.groups) * blocks
+
+
+def test_a_given_block_holds_all_layers_as_long_as_a_text_is_kept_whole() -> None:
+    pair = windowed_pair("gemma3_text")
+    given = {"block_size": 4, "device": "cpu"}
+    plan = pair.plan(ReplicaConfig(num_gpu_blocks_override=100, **given))
+    assert plan.kv_blocks == 100 * 6
+    assert pair.plan(ReplicaConfig(num_gpu_blocks_override=28, **given)).sequences(256) == 1
+    with pytest.raises(TooLittleMemory, match=r"27 blocks of 4 .* at least 28 blocks"):
+        pair.plan(ReplicaConfig(num_gpu_blocks_override=27, **given))
 
 
 def test_a_cache_too_small_for_one_sequence_names_what_would_do() -> None:

@@ -50,6 +50,13 @@ def test_a_weight_that_is_not_there_is_named(tied: Path) -> None:
         read(tied)
 
 
+def test_a_weight_of_another_shape_is_named(tied: Path) -> None:
+    name = "model.layers.1.mlp.up_proj.weight"
+    change(tied, **{name: torch.ones(4, 32)})
+    with pytest.raises(PairRefused, match=rf"{name} has shape \(4, 32\), to the model \(48, 32\)"):
+        read(tied)
+
+
 def test_what_is_harmless_beside_the_weights_is_passed_over(tied: Path) -> None:
     change(tied, **{"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)})
     read(tied)

@@ -18,7 +18,7 @@ from hypothesis import given, settings, strategies as st
 
 from replicas.errors import PairRefused
 from replicas.kernels import paged_attention as kernels
-from replicas.kv_cache import SCRAP_BLOCK, CacheShape, LayerShape, PagedCache
+from replicas.kv_cache import SCRAP_BLOCK, BlockGroup, CacheShape, LayerShape, PagedCache
 from replicas.kv_cache.device_layout import DevicePassLayout, DeviceStepLayout, device_ranges
 from replicas.models import device_attention as attention
 from replicas.models.device_attention import paged_backend
@@ -48,7 +48,9 @@ class World:
         heads: tuple[int, int],
         lengths: list[int],
         form: dict[str, Any] | None = None,
+        grouped: bool = False,
     ) -> None:
+        """`grouped`: the layer's table is the second of two, and slides."""
         generator = torch.Generator().manual_seed(seed)
         self.heads, self.kv_heads = heads
         usual = {"head_dim": DIM, "value_dim": DIM}
@@ -56,7 +58,10 @@ class World:
         self.sinks = torch.randn(self.heads, generator=generator).to(DEVICE)
         self.shape = CacheShape.of(block_size, 96, [self.needs])
         blocks, device = 260, torch.device(DEVICE)
-        self.cache = PagedCache(self.shape, [self.needs], blocks, torch.float32, device)
+        self.group = BlockGroup((0,), self.needs.window, self.needs.chunk)
+        groups = (BlockGroup(()), self.group) if grouped else None
+        sizes = (blocks, torch.float32, device)
+        self.cache = PagedCache(self.shape, [self.needs], *sizes, groups=groups)
         (layer,) = self.cache.layers
         layer.copy_(torch.randn(layer.shape, generator=generator))
         layer[SCRAP_BLOCK] = 1e4  # whatever attends there is found out
@@ -67,6 +72,16 @@ class World:
         width = max(map(len, tables))
         padded = [t + [SCRAP_BLOCK] * (width - len(t)) for t in tables]
         self.table = torch.tensor(padded, device=DEVICE)
+
+    def tables(self, begins: list[int]) -> torch.Tensor:
+        """What a layout is given; a table that slides lacks what no query from here on sees."""
+        if len(self.cache.groups) == 1:
+            return self.table
+        own = self.table.clone()
+        for row, begin in enumerate(begins):
+            first = self.group.first_block(max(begin, 0), self.shape.block_size)
+            own[row, :first] = SCRAP_BLOCK
+        return torch.stack((torch.zeros_like(own), own), 1)
 
     def plain(self, window: DevicePassLayout, queries: torch.Tensor) -> torch.Tensor:
         """One query after the other, over the positions of its own row."""
@@ -119,6 +134,7 @@ FORMS: list[dict[str, Any]] = [
     width=st.sampled_from([1, 2, 5, 9]),
     kind=st.sampled_from(["window", "later window", "ranges", "prompts"]),
     form=st.sampled_from(FORMS),
+    grouped=st.booleans(),
 )
 def test_rows_of_any_lengths_get_what_a_plain_attention_gives(
     backend: type[Kernels],
@@ -129,21 +145,23 @@ def test_rows_of_any_lengths_get_what_a_plain_attention_gives(
     width: int,
     kind: str,
     form: dict[str, Any],
+    grouped: bool,
 ) -> None:
-    world_ = World(seed, block_size, heads, [start + 2 * width for start in starts], form)
+    lengths = [start + 2 * width for start in starts]
+    world_ = World(seed, block_size, heads, lengths, form, grouped)
     if "window" not in kind:
         starts = [max(start, 0) for start in starts]
+    tables = world_.tables(starts)
     if kind == "window":
-        window = DeviceStepLayout(world_.table, starts, width, world_.shape).window(0, width)
+        window = DeviceStepLayout(tables, starts, width, world_.shape).window(0, width)
     elif kind == "later window":
-        window = DeviceStepLayout(world_.table, starts, width + 1, world_.shape).window(
-            1, width + 1
-        )
+        window = DeviceStepLayout(tables, starts, width + 1, world_.shape).window(1, width + 1)
     elif kind == "ranges":
         ranges = [(start, start + 1 + row % width) for row, start in enumerate(starts)]
-        window = device_ranges(world_.table, ranges, world_.shape)
+        window = device_ranges(tables, ranges, world_.shape)
     else:
-        window = device_ranges(world_.table, [(0, start + 1) for start in starts], world_.shape)
+        tables = world_.tables([0 for _ in starts])
+        window = device_ranges(tables, [(0, start + 1) for start in starts], world_.shape)
     generator = torch.Generator().manual_seed(seed)
     queries = torch.randn((window.tokens, heads[0], DIM), generator=generator).to(DEVICE)
     attend = backend(world_.cache).begin(window)

@@ -159,3 +159,16 @@ def test_what_a_layer_needs_is_read_from_the_models_own_code(kind: str) -> None:
     assert {replace(layer, store=0) for layer in layers} == EXPECTED[kind]
     shared = kind == "gemma4_text"  # its last two layers read what the first two have stored
     assert [layer.store for layer in layers] == ([0, 1, 0, 1] if shared else [0, 1])
+
+
+def test_a_model_that_is_built_twice_computes_the_same_twice() -> None:
+    """Two replicas of one process may share it."""
+    model, tokens = family_model("gpt_oss"), torch.arange(3, 40)
+    said = []
+    for _ in range(2):
+        paged, how = built(model)
+        assert paged.arithmetic.proven, how
+        layout = paged.backend.ranges_layout(torch.arange(1, 11)[None], [(0, 37)])
+        with torch.inference_mode():
+            said.append(paged.forward(tokens, layout).logits)
+    assert torch.equal(said[0], said[1])

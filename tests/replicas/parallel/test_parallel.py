@@ -5,18 +5,14 @@ replica within a bound, with an error that names it."""
 from __future__ import annotations
 
 import json
-import multiprocessing
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from pydantic import ValidationError
 
-from cluster.local.engine import LocalEngine
 from replicas.config import ReplicaConfig
 from replicas.errors import PairRefused, TooLittleMemory
 from replicas.memory import MemoryPlan, PairShape, plan_memory
@@ -27,66 +23,13 @@ from replicas.parallel.parallel_replica import ParallelReplica, load_parallel, s
 from replicas.parallel.ranks import Failure, LocalRank, Ranks, ReplicaBroken
 from replicas.parallel.rendezvous import Address, Channel, Store, host_store, join_store
 from replicas.replica import Replica
-from scheduler.config import SchedulerConfig
-from scheduler.decoding import Decoding
-from scheduler.messages import Batch, BatchKind, PrefillRow, Request, Sampling, StepRow
+from scheduler.messages import Batch, BatchKind, PrefillRow, Sampling, StepRow
+from tests.replicas.parallel.conftest import Load
+from tests.replicas.parallel.planted import config, run
 from tests.replicas.pool import Client
 from tests.tiny_pairs import tiny_replica
 
-NEW = 16
-DECODING = Decoding(17, ((5, 3.5), (7, -100.0)), repetition_penalty=1.3, logprobs=2)
-"""What one of the requests asks of choosing."""
-
-
-def config(shape: str, **more: object) -> ReplicaConfig:
-    return ReplicaConfig(
-        **{
-            "target": f"planted:{shape}?scale=0.8&layers=2",
-            "speculative_config": {"method": "draft_model", "model": "planted:tiny-draft"},
-            "device": "cpu",
-            "torch_threads": 1,
-            "block_size": 4,
-            "num_gpu_blocks_override": 512,
-            "calibrate": False,
-            **more,
-        }
-    )
-
-
-def run(replica: Replica | ParallelReplica, batch: int, k: int) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(1)
-    requests = [
-        Request(
-            str(i),
-            tuple(torch.randint(512, (3 + 7 * i,), generator=generator).tolist()),
-            NEW,
-            sampling=Sampling(temperature=0.8 * (i % 2), seed=i),
-            decoding=DECODING if i == 2 else None,
-        )
-        for i in range(5)
-    ]
-    engine = LocalEngine(replica, SchedulerConfig(rows_max=batch, draft_len=k))
-    return [output.tokens for output in engine.generate(requests)]
-
-
-Load = Callable[[ReplicaConfig], ParallelReplica]
 TWO = config("tiny", tensor_parallel=2)
-
-
-@pytest.fixture
-def _forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks are forked from a process that has imported all, which a new one does in seconds."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["replicas.parallel"])
-    monkeypatch.setattr(
-        parallel.multiprocessing, "get_context", lambda method: {"spawn": context}[method]
-    )
-
-
-@pytest.fixture
-def load(_forked: None) -> Iterator[Load]:
-    with ExitStack() as stack:
-        yield lambda config: stack.enter_context(closing(load_parallel(config)))
 
 
 # --------------------------------------------------------------------------- one replica

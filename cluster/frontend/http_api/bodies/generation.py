@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, field_validator, model_validator
 
+from cluster.config import ServerConfig
 from cluster.error_messages import shown_value
 from cluster.frontend.admission.control import Caller
 from cluster.frontend.calls import GenerateCall
@@ -106,9 +107,14 @@ class GenerationRequest(Known, BaseModel):  # the linter looks no further than i
         names = ("response_format", "structured_outputs", *_STRUCTURES)
         return [name for name in names if getattr(self, name) not in (None, False)]
 
-    def with_model(self, name: str) -> Self:
-        """The answer names the model that is served."""
-        return self if self.model == name else self.model_copy(update={"model": name})
+    def as_served(self, model: str, server: ServerConfig) -> Self:
+        """The answer names the model that is served, and has what the server always tells."""
+        told: dict[str, Any] = {} if self.model == model else {"model": model}
+        if server.return_tokens_as_token_ids:
+            told["return_tokens_as_token_ids"] = True
+        if server.enable_force_include_usage and self.stream:
+            told["stream_options"] = StreamOptions(include_usage=True, continuous_usage_stats=True)
+        return self.model_copy(update=told) if told else self
 
     @property
     @abstractmethod

@@ -15,12 +15,17 @@ from cluster import lockstep_version
 from cluster.frontend.http_api.bodies.chat import ChatRequest
 from cluster.frontend.http_api.bodies.check import Known
 from cluster.frontend.http_api.bodies.completions import CompletionRequest
+from cluster.frontend.http_api.bodies.messages import CountTokens, MessagesRequest
 from cluster.frontend.http_api.bodies.parameters import PARAMETERS
+from cluster.frontend.http_api.bodies.responses import ResponsesRequest
 from cluster.frontend.http_api.bodies.tokens import Detokenize, Tokenize
 
 BODIES: Mapping[str, tuple[type[Known], str]] = {
     "/v1/completions": (CompletionRequest, "Goes on with a text"),
     "/v1/chat/completions": (ChatRequest, "Answers a conversation"),
+    "/v1/responses": (ResponsesRequest, "Answers a conversation, by OpenAI's newer API"),
+    "/v1/messages": (MessagesRequest, "Answers a conversation, by Anthropic's API"),
+    "/v1/messages/count_tokens": (CountTokens, "The number of a conversation's tokens"),
     "/tokenize": (Tokenize, "The tokens of a text or a conversation"),
     "/detokenize": (Detokenize, "The text of tokens"),
 }
@@ -58,7 +63,9 @@ def document(root_path: str = "") -> dict[str, Any]:
     _, schemas = models_json_schema(models, ref_template=_SCHEMAS + "{model}")  # type: ignore[arg-type]
     for model, _ in BODIES.values():
         for name, field in schemas["$defs"][model.__name__]["properties"].items():
-            field["description"] = PARAMETERS[name].about
+            own = PARAMETERS.get(model.place + name, PARAMETERS.get(name))
+            assert own is not None, name
+            field["description"] = own.about
     error = {"description": "refused", "content": _json({"$ref": _SCHEMAS + "Error"})}
     answers = {"default": error}
     paths: dict[str, Any] = {

@@ -39,7 +39,8 @@ def messages_router(service: FrontendService, unknown: IgnoredNames) -> APIRoute
         check = partial(taken, kind, refuse_unknown=refuse_unknown)
         given = await read_body(request, bytes_max, check)
         unknown.note(given.ignored)
-        return given.body.with_model(check_model(service, given.body.model)), given.headers
+        model = check_model(service, given.body.model)
+        return given.body.as_served(model, service.config.server), given.headers
 
     @router.post("/v1/messages")
     async def create(request: Request) -> Response:

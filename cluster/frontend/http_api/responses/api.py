@@ -52,7 +52,7 @@ def responses_router(service: FrontendService, unknown: IgnoredNames) -> APIRout
             given = await read_body(request, bytes_max, check)
             unknown.note(given.ignored)
             served = check_model(service, given.body.model)
-            asked: ResponsesRequest = given.body.with_model(served)
+            asked: ResponsesRequest = given.body.as_served(served, service.config.server)
             before: Sequence[Turn] = ()
             if asked.previous_response_id is not None:
                 before = found(request, asked.previous_response_id, "previous_response_id").turns

@@ -166,6 +166,15 @@ async def test_a_web_page_cannot_use_the_server(headers: dict[str, str], status:
             assert (probe.status, probe.headers.get("location")) == (expected, None), path
 
 
+async def test_the_document_describes_every_endpoint_that_takes_a_body() -> None:
+    async with http_frontend(replicas=0) as app:
+        listed = app.openapi()["paths"].items()
+        described = (await http(app, path="/openapi.json")).json["paths"].items()
+    routes, told = ({path for path, by in each if "post" in by} for each in (listed, described))
+    # /invocations takes the bodies of both kinds of completions, and the other two none.
+    assert told == routes - {"/invocations", "/ping", "/v1/responses/{name}/cancel"}
+
+
 async def test_a_page_that_is_named_may_send_what_clients_send_and_read_the_answer() -> None:
     page = {"origin": "https://page.example"}
     server = {"http_origins": [page["origin"]]}

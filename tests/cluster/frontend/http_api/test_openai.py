@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from starlette.types import Receive, Scope, Send
 
+from cluster.config_sources import from_args
 from cluster.frontend.http_api.bodies.parameters import PARAMETERS, Kind
 from cluster.frontend.http_api.openai_answers import OpenAIAnswer
 from protos import lockstep_pb2 as pb
@@ -105,6 +106,28 @@ async def test_an_answer_of_one_sequence_says_how_speculation_went() -> None:
             assert found["draft_acceptance_rate"] == accepted / found["num_draft_tokens"]
         several = (await post(app, "completions", **fields, n=2)).json
         assert "metrics" not in several
+
+
+@pytest.mark.parametrize("chat", [True, False])
+async def test_a_server_may_always_tell_usage_and_name_tokens_by_ids(chat: bool) -> None:
+    told = {"enable_force_include_usage": True, "return_tokens_as_token_ids": True}
+    config = from_args({"server": told, "frontend": {"coalesce_ms": 1}})
+    async with served_tiny(HERMES_TEMPLATE, config) as (_made, app):
+        fields: dict[str, Any] = {
+            "max_tokens": 12,
+            "ignore_eos": True,
+            "temperature": 0,
+            "logprobs": True,
+        }
+        fields |= {"messages": TURNS_JSON} if chat else {"prompt": PROMPT, "logprobs": 0}
+        path = "chat/completions" if chat else "completions"
+        streamed = events(await post(app, path, **fields, stream=True))
+        counts = [event["usage"]["completion_tokens"] for event in streamed]
+        assert counts == sorted(counts)
+        assert counts[-1] == 12
+        logprobs = (await post(app, path, **fields)).json["choices"][0]["logprobs"]
+        names = [each["token"] for each in logprobs["content"]] if chat else logprobs["tokens"]
+        assert all(name.startswith("token_id:") for name in names)
 
 
 @pytest.mark.parametrize("stream", [True, False])

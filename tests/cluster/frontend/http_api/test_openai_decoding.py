@@ -235,6 +235,7 @@ async def test_log_probabilities_are_those_of_transformers_on_both_edges() -> No
             greedy = int(plain[place - 1].argmax()) == ids[place]
             assert (max(top.values()) == logprob) == greedy
             assert top[token] == logprob
+            assert next(iter(top)) == token
         asked = pb.GenerateRequest(prompt=PROMPT, max_new_tokens=12, logprobs=3, prompt_logprobs=3)
         answer = await made.Generate(asked, Context())
         both = [*answer.end.prompt_logprobs, *answer.logprobs]
@@ -268,6 +269,11 @@ async def test_log_probabilities_are_those_of_transformers_on_both_edges() -> No
         assert alone.end.usage.completion_tokens == 0
         one_more = await whole(app, prompt=PROMPT, max_tokens=1, prompt_logprobs=0)
         assert one_more["prompt_logprobs"][0] is None
+        beside = await whole(app, prompt=PROMPT, max_tokens=1, prompt_logprobs=1)
+        for token, entry in zip(ids[1:count], beside["prompt_logprobs"][1:], strict=True):
+            assert next(iter(entry)) == str(token)
+            assert len(entry) == (1 if entry[str(token)]["rank"] == 1 else 2)
+            assert any(each["rank"] == 1 for each in entry.values())
         fields |= {"prompt_logprobs": 0, "max_tokens": 1, "stream": True}
         parts = [event["choices"][0] for event in events(await post(app, "completions", **fields))]
         assert parts[0].pop("prompt_logprobs") == one_more["prompt_logprobs"]

@@ -48,12 +48,22 @@ async def test_texts_become_tokens_and_tokens_texts() -> None:
         assert found["tokens"] == PROMPT_IDS
         names = [TEXT.tokenizer.id_to_token(token) for token in PROMPT_IDS]
         assert found["token_strs"] == names
-        assert (await post(app, "/tokenize", prompt="")).json["count"] == 0
+        empty = (await post(app, "/tokenize", prompt="")).json
+        assert (empty["count"], empty["token_strs"]) == (0, None)
         talk = await post(app, "/tokenize", messages=TURNS, model="tiny")
         assert talk.json["count"] > len(PROMPT_IDS)
         back = await post(app, "/detokenize", tokens=PROMPT_IDS, model=None)
         assert back.json == {"prompt": PROMPT}
         assert (await http(app, path="/version")).json["version"]
+
+
+async def test_tools_count_in_a_prompt_also_where_no_form_of_calls_is_known() -> None:
+    async with http_frontend(replicas=0, text=TEXT) as app:
+        counts = [
+            (await post(app, "/tokenize", messages=TURNS, **more)).json["count"]
+            for more in ({}, {"tools": [TOOL]})
+        ]
+        assert counts[0] == counts[1], "the template tells of no tools"
 
 
 async def test_a_checkout_that_is_not_installed_serves_too(
@@ -92,7 +102,6 @@ async def test_special_tokens_tools_and_options_of_the_template() -> None:
         ("tokenize", {}, "prompt"),
         ("tokenize", {"prompt": "x", "messages": TURNS}, "prompt"),
         ("tokenize", {"prompt": "x", "tools": [TOOL]}, "tools"),
-        ("tokenize", {"messages": TURNS, "tools": [TOOL]}, "tools"),
         ("tokenize", {"prompt": "x", "continue_final_message": True}, "continue_final_message"),
         ("tokenize", {"prompt": "x" * 41}, "prompt"),
         ("tokenize", {"messages": [{"role": "user", "content": "x" * 41}]}, "messages"),

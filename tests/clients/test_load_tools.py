@@ -1,5 +1,5 @@
-"""Proves: `aiperf profile` measures a served Lockstep without errors, and its report has the
-server's counts of tokens and, per step and in sum, how speculation went.
+"""Proves: `aiperf profile` and a sweep of GuideLLM measure a served Lockstep without errors, and
+their reports have how speculation went, as each answer says it.
 """
 
 from __future__ import annotations
@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.clients.conftest import NAME, Run, Served
+from tests.clients.conftest import NAME, WRAPPERS, Run, Served
 
 pytestmark = [pytest.mark.ray, pytest.mark.clients]
 
 REQUESTS = 16
 LIMIT = 24
+SWEEP = 3
 
 
 @pytest.mark.parametrize("endpoint", ["chat", "completions"])
@@ -54,3 +55,31 @@ def test_aiperf_shows_throughput_and_speculation(
     assert sum(histogram.values()) == steps
     mean = figures["spec_decode_token_weighted_acceptance_length"]
     assert mean == pytest.approx((steps + accepted) / steps)
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_guidellm_sweeps_and_shows_speculation(
+    served: Served, run: Run, tmp_path: Path, path: str
+) -> None:
+    out = tmp_path / "report.json"
+    backend = f"kind=openai_http,target={served.http},model={NAME},request_format={path}"
+    run(
+        *(WRAPPERS / "guidellm", "run", "--backend", backend),
+        *("--profile", f"kind=sweep,sweep_size={SWEEP}"),
+        *("--constraint", f"kind=max_requests,count={REQUESTS}"),
+        *("--data", f"kind=synthetic_text,prompt_tokens=24,output_tokens={LIMIT}"),
+        *("--tokenizer", f"kind=hf_auto,model={served.directory}"),
+        *("--disable-console-interactive", "--output", f"kind=json,path={out}"),
+        offline=True,
+    )
+    benchmarks = json.loads(out.read_text())["benchmarks"]
+    assert len(benchmarks) == SWEEP
+    for benchmark in benchmarks:
+        totals = benchmark["metrics"]["request_totals"]
+        assert totals["errored"] == 0
+        assert totals["successful"] >= REQUESTS
+        for request in benchmark["requests"]["successful"]:
+            told = request["response_metrics"]["speculative_decoding"]
+            assert 0 <= told["num_accepted_draft_tokens"] <= told["num_draft_tokens"]
+            assert told["num_spec_steps"] + told["num_accepted_draft_tokens"] == LIMIT
+    assert told["num_draft_tokens"] > 0
