@@ -5,4 +5,4 @@ from replicas.invariant.host_attention import HostBackend
 from replicas.invariant.layout import GATHERED_MOST, SCORES_MOST, PassLayout
 from replicas.invariant.modules import compute_in_tiles
 from replicas.invariant.ops import COUNTS, TILE, Arithmetic, Product, can_prepack
-from replicas.invariant.proof import RowFunction, prove
+from replicas.invariant.proof import VECTOR, RowFunction, prove, same_counts

@@ -29,7 +29,7 @@ _SIZES = (
     (4, 64, True),
 )
 """Query units, pieces, and whether a product sees one unit: from the fastest to the safest."""
-_VECTOR = 16
+VECTOR = 16
 """Numbers that a CPU computes at once, at most: fewer may be rounded otherwise."""
 _QUERIES_MOST = 192
 _LENGTHS = (1, 40, 100, 190, 192, 250, 500)
@@ -55,11 +55,9 @@ def prove(
     what a CPU computes at once.
     """
     threads = torch.get_num_threads()
-    tokens = {count for count in COUNTS if not whole_vectors or count % _VECTOR == 0}
-    for function, width in rowwise:
-        tokens &= _row_counts(function, width)
-    for fan_in, fan_out in set(products):
-        tokens &= _token_counts(fan_in, fan_out, prepack, threads)
+    tokens = same_counts(products, rowwise, prepack)
+    if whole_vectors:
+        tokens = {count for count in tokens if count % VECTOR == 0}
     for sizes in _SIZES if tokens else ():
         if all(_attention_holds(*form, *sizes, threads) for form in set(attention)):
             unit, piece, one_unit = sizes
@@ -69,6 +67,20 @@ def prove(
         "attention" if tokens else "products",
     )
     return Arithmetic(COUNTS)
+
+
+def same_counts(
+    products: Iterable[tuple[int, int]],  # (in, out) of each weight
+    rowwise: Iterable[tuple[RowFunction, int]],  # and the width of its input
+    prepack: bool,
+) -> set[int]:
+    """The numbers of tokens for which each of them gives a token the bits it has among many."""
+    tokens = set(COUNTS)
+    for function, width in rowwise:
+        tokens &= _row_counts(function, width)
+    for fan_in, fan_out in set(products):
+        tokens &= _token_counts(fan_in, fan_out, prepack, torch.get_num_threads())
+    return tokens
 
 
 def _row_counts(function: RowFunction, width: int) -> set[int]:

@@ -8,7 +8,8 @@ choice.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from torch import nn
 from torch.nn.functional import linear, pad
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from replicas.invariant import Arithmetic, Product
+from replicas.invariant import TILE, VECTOR, Arithmetic, Product, RowFunction, same_counts
 from replicas.models.own_code.current_pass import PASS
 
 EXPERTS = "lockstep_experts"
@@ -34,6 +35,9 @@ class ExpertProducts:
     up: list[Product]
     """Gate and up together, where there is a gate."""
     down: list[Product]
+    rowwise: list[tuple[RowFunction, int]]
+    """What else is computed of each token, and the width of its input."""
+    prepack: bool
     arithmetic: Arithmetic | None = None
     """None: any number of tokens is computed as it is."""
 
@@ -47,12 +51,34 @@ class ExpertProducts:
                 for at, weight in enumerate(weights)
             ]
 
-        up, down = _weights(module)
-        return cls(products(*up), products(*down))
+        up, down = (products(*given) for given in _weights(module))
+        rowwise: list[tuple[RowFunction, int]] = [(partial(_inner, module), up[0].weight.shape[0])]
+        if module.has_post_expert_norm:
+            rowwise.append((module.post_expert_norm, down[0].weight.shape[0]))
+        return cls(up, down, rowwise, prepack)
 
     @property
     def all(self) -> list[Product]:
         return [*self.up, *self.down]
+
+    @property
+    def shapes(self) -> set[tuple[int, int]]:
+        """(in, out) of each weight."""
+        return {(product.weight.shape[1], product.weight.shape[0]) for product in self.all}
+
+    def use(self, arithmetic: Arithmetic) -> None:
+        """Compute in this arithmetic of the model from now on. An expert sees one or two tokens of
+        most steps: it also computes such numbers of them as its own products and functions allow,
+        of whole vectors."""
+        if arithmetic.proven and arithmetic.tokens[0] != TILE:
+            widths = {width for shape in self.shapes for width in shape}
+            if not any(width % VECTOR for width in widths):
+                own = same_counts(self.shapes, self.rowwise, self.prepack)
+                tokens = tuple(sorted({*own, *arithmetic.tokens}))
+                arithmetic = replace(arithmetic, tokens=tokens)
+        self.arithmetic = arithmetic
+        for product in self.all:
+            product.tile = arithmetic.tile
 
 
 def experts_of(model: nn.Module) -> list[Any]:
@@ -118,16 +144,19 @@ def _one_expert(
     if products is None:
         (up, up_bias), (down, down_bias) = _weights(module)
         first = linear(x, _out_in(module, up[number]), None if up_bias is None else up_bias[number])
-        inner = module._apply_gate(first) if module.has_gate else module.act_fn(first)
         bias = None if down_bias is None else down_bias[number]
-        out = linear(inner, _out_in(module, down[number]), bias)
+        out = linear(_inner(module, first), _out_in(module, down[number]), bias)
     else:
-        first = products.up[number](x)
-        inner = module._apply_gate(first) if module.has_gate else module.act_fn(first)
-        out = products.down[number](inner.contiguous())
+        out = products.down[number](_inner(module, products.up[number](x)).contiguous())
     if module.has_post_expert_norm:
         out = module.post_expert_norm(out)
     return out[:count]
+
+
+def _inner(module: Any, first: torch.Tensor) -> torch.Tensor:
+    """What stands between the two products."""
+    inner: torch.Tensor = module._apply_gate(first) if module.has_gate else module.act_fn(first)
+    return inner
 
 
 ALL_EXPERTS_FUNCTIONS.register(EXPERTS, forward)

@@ -53,11 +53,9 @@ class OwnProducts:
     @property
     def shapes(self) -> set[tuple[int, int]]:
         """(in, out) of each weight."""
-        of_experts = (product for experts in self._experts for product in experts.all)
-        return {
-            (product.weight.shape[1], product.weight.shape[0])
-            for product in (*self._linear, *self._counted.products.values(), *of_experts)
-        }
+        products = (*self._linear, *self._counted.products.values())
+        own = {(product.weight.shape[1], product.weight.shape[0]) for product in products}
+        return own.union(*(experts.shapes for experts in self._experts))
 
     def use(self, arithmetic: Arithmetic) -> None:
         """Compute in this arithmetic from now on."""
@@ -65,9 +63,7 @@ class OwnProducts:
             product.tile = arithmetic.tile
         self._counted.arithmetic = arithmetic
         for experts in self._experts:
-            experts.arithmetic = arithmetic
-            for product in experts.all:
-                product.tile = arithmetic.tile
+            experts.use(arithmetic)
 
     def _take(self, module: nn.Module, prepack: bool) -> None:
         """A module of another make that holds matrices: what it multiplies with them is computed by
