@@ -97,8 +97,8 @@ def test_a_context_over_the_models_limit_is_refused(target: str) -> None:
 
 
 def test_a_quantized_checkpoint_is_refused_with_its_method(target: str) -> None:
-    set_quantization(target, quant_method="gptq", bits=4)
-    with pytest.raises(PairRefused, match=r"target: .* is quantized by gptq"):
+    set_quantization(target, quant_method="bitsandbytes", bits=4)
+    with pytest.raises(PairRefused, match=r"target: .* is quantized by bitsandbytes"):
         load_pair(config(target, None))
 
 

@@ -118,8 +118,12 @@ def read_layers(model: PreTrainedModel) -> tuple[LayerShape, ...]:
         ) from error
     finally:
         _NOTES.remove(notes)
-    known = inspect.signature(type(model).forward).parameters.keys()
-    if len(notes.layers) < notes.updates or not known & _CACHES:
+    known = inspect.signature(type(model).forward).parameters
+    takes_cache = bool(known.keys() & _CACHES) or (
+        # A forward pass around another one: that attends as it was asked to.
+        bool(notes.layers) and any(each.kind is each.VAR_KEYWORD for each in known.values())
+    )
+    if len(notes.layers) < notes.updates or not takes_cache:
         raise PairRefused(
             f"{name} is not served: it computes attention by code of its own, which knows nothing"
             " of several requests in one pass"
