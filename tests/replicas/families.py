@@ -88,11 +88,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-@cache
-def _made(kind: str) -> PreTrainedModel:
+def drawn_model(kind: str, **settings: Any) -> PreTrainedModel:
+    """Random weights of a family's small form, with these settings; the same each time."""
     with torch.random.fork_rng():
         torch.manual_seed(3)
-        config = CONFIG_MAPPING[kind](**{**_SIZES, **FAMILIES[kind]})
+        config = CONFIG_MAPPING[kind](**{**_SIZES, **FAMILIES[kind], **settings})
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config).float().eval()
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1:
@@ -100,6 +100,9 @@ def _made(kind: str) -> PreTrainedModel:
             elif "sink" in name or "bias" in name:
                 torch.nn.init.normal_(parameter)
     return model.requires_grad_(False)
+
+
+_made = cache(drawn_model)
 
 
 def family_model(kind: str) -> PreTrainedModel:

@@ -18,7 +18,7 @@ from replicas.drafters.checkpoints.tensors import (
     read_config,
     tensor_names,
 )
-from replicas.drafters.protocol import Drafter, DraftSource
+from replicas.drafters.protocol import DraftSource
 from replicas.invariant import Arithmetic
 from replicas.kv_cache import PagedCache
 from replicas.memory import DraftMemory, MemoryPlan
@@ -92,17 +92,6 @@ class HeadSource(DraftSource, Generic[C]):
         """What `config.json` and the tensors' names say, for a target of this config. Raises
         PairRefused."""
 
-    @abstractmethod
-    def drafter_on(
-        self,
-        target: PreTrainedModel,
-        config: ReplicaConfig,
-        plan: MemoryPlan,
-        cache: PagedCache,
-        backend: AttentionBackend,
-    ) -> Drafter:
-        """A new drafter with this cache of its own. Raises PairRefused."""
-
     @classmethod
     def read_head(cls, path: str, target: Any) -> C:
         """Of a directory or a name on the hub. Raises PairRefused, or OSError for a name not
@@ -143,8 +132,10 @@ class HeadSource(DraftSource, Generic[C]):
             head = self.load_head(path, self.head.config, dtype_of(config), device)
         return replace(self, head=head)
 
-    def drafter(self, target: PreTrainedModel, config: ReplicaConfig, plan: MemoryPlan) -> Drafter:
+    def cache(
+        self, target: PreTrainedModel, config: ReplicaConfig, plan: MemoryPlan
+    ) -> tuple[PagedCache, AttentionBackend]:
+        """A new one of the head's layers, and the attention over it. Raises PairRefused."""
         sizes, on_host = ModelShape.of(self.head.config), computes_on_host(config, target.device)
         cache = cache_of(sizes.attention, config, plan.cache_blocks, plan.pair.context_len, target)
-        backend = attention_over(cache, Arithmetic(), on_host)
-        return self.drafter_on(target, config, plan, cache, backend)
+        return cache, attention_over(cache, Arithmetic(), on_host)

@@ -19,9 +19,7 @@ from replicas.drafters.clover.head_config import CloverConfig, clover_config
 from replicas.drafters.clover.layers import CloverLayers
 from replicas.drafters.protocol import Drafter, DraftRequest, Observation, Proposal
 from replicas.errors import PairRefused
-from replicas.kv_cache import PagedCache
 from replicas.memory import MemoryPlan
-from replicas.models import AttentionBackend
 from replicas.sampling import guess
 from replicas.stopwatch import Stopwatch
 from replicas.transfers import upload
@@ -106,15 +104,9 @@ class CloverDrafter:
 class CloverSource(HeadSource[CloverConfig]):
     config_of = staticmethod(clover_config)
 
-    def drafter_on(
-        self,
-        target: PreTrainedModel,
-        config: ReplicaConfig,
-        plan: MemoryPlan,
-        cache: PagedCache,
-        backend: AttentionBackend,
-    ) -> Drafter:
+    def drafter(self, target: PreTrainedModel, config: ReplicaConfig, plan: MemoryPlan) -> Drafter:
         if not hasattr(target.base_model, "layers"):
             raise PairRefused(f"{type(target).__name__} has no layers of that name to look behind")
+        _, backend = self.cache(target, config, plan)
         lm_head = target.get_output_embeddings().weight.detach()
         return CloverDrafter(CloverLayers(self.head, lm_head, backend, plan.prepack), self.name)

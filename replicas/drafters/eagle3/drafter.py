@@ -24,9 +24,9 @@ from replicas.drafters.eagle3.head_config import LAYER, Eagle3Config, eagle3_con
 from replicas.drafters.eagle3.layer import HeadLayer
 from replicas.drafters.eagle3.planted_head import PLANTED_HEAD, planted_head, planted_tensors
 from replicas.drafters.protocol import Drafter, DraftRequest, Observation, Proposal
-from replicas.kv_cache import SCRAP_BLOCK, PagedCache
+from replicas.kv_cache import SCRAP_BLOCK
 from replicas.memory import MemoryPlan
-from replicas.models import ALL, AttentionBackend
+from replicas.models import ALL
 from replicas.names import map_shift
 from replicas.sampling import guess
 from replicas.stopwatch import Stopwatch
@@ -161,14 +161,8 @@ class Eagle3Source(HeadSource[Eagle3Config]):
         tensors = planted_tensors(config, dtype, device)
         return Head(config, tensors, shift=map_shift(config.target_vocab))
 
-    def drafter_on(
-        self,
-        target: PreTrainedModel,
-        config: ReplicaConfig,
-        plan: MemoryPlan,
-        cache: PagedCache,
-        backend: AttentionBackend,
-    ) -> Drafter:
+    def drafter(self, target: PreTrainedModel, config: ReplicaConfig, plan: MemoryPlan) -> Drafter:
+        _, backend = self.cache(target, config, plan)
         embeddings = target.get_input_embeddings().weight.detach()
         layer = HeadLayer(self.head, embeddings, backend, plan.prepack)
         passes: HeadLayer | GraphedModel = layer

@@ -18,7 +18,6 @@ from replicas.drafters.one_pass.head_config import OnePassConfig, one_pass_confi
 from replicas.drafters.one_pass.layers import OnePassLayers
 from replicas.drafters.one_pass.markov import MarkovHead
 from replicas.drafters.protocol import Drafter, DraftRequest, Observation, Proposal
-from replicas.kv_cache import PagedCache
 from replicas.memory import MemoryPlan
 from replicas.models import AttentionBackend
 from replicas.sampling import guess
@@ -100,14 +99,8 @@ class OnePassSource(HeadSource[OnePassConfig]):
     config_of = staticmethod(one_pass_config)
     copies_context = True
 
-    def drafter_on(
-        self,
-        target: PreTrainedModel,
-        config: ReplicaConfig,
-        plan: MemoryPlan,
-        cache: PagedCache,
-        backend: AttentionBackend,
-    ) -> Drafter:
+    def drafter(self, target: PreTrainedModel, config: ReplicaConfig, plan: MemoryPlan) -> Drafter:
+        cache, backend = self.cache(target, config, plan)
         matrices = (target.get_input_embeddings(), target.get_output_embeddings())
         embeddings, lm_head = (matrix.weight.detach() for matrix in matrices)
         layers = OnePassLayers(self.head, embeddings, lm_head, cache, plan.prepack)

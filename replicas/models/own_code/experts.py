@@ -67,9 +67,9 @@ class ExpertProducts:
         return {(product.weight.shape[1], product.weight.shape[0]) for product in self.all}
 
     def use(self, arithmetic: Arithmetic) -> None:
-        """Compute in this arithmetic of the model from now on. An expert sees one or two tokens of
-        most steps: it also computes such numbers of them as its own products and functions allow,
-        of whole vectors."""
+        """Compute in this arithmetic of the model from now on. Most experts have one token or two
+        in a step, fewer than a model's other functions may allow. So experts whose widths are whole
+        vectors are also given the numbers of tokens that they allow themselves."""
         if arithmetic.proven and arithmetic.tokens[0] != TILE:
             widths = {width for shape in self.shapes for width in shape}
             if not any(width % VECTOR for width in widths):

@@ -18,7 +18,7 @@ from replicas.drafters.model import ModelSource
 from replicas.memory import MemoryPlan
 from replicas.pair import Pair
 from replicas.replica import Replica
-from tests.replicas.families import _SIZES, FAMILIES
+from tests.replicas.families import _SIZES, drawn_model
 from tests.tiny_pairs import DEVICE, FEW_KINDS, VOCAB
 
 WINDOW = 12
@@ -36,21 +36,12 @@ LAYERS = {
 def windowed_model(kind: str) -> PreTrainedModel:
     """As transformers serves it, for reference runs."""
     layers = LAYERS[kind]
-    config: dict[str, Any] = {**_SIZES, **FAMILIES[kind], "num_hidden_layers": len(layers)}
+    settings: dict[str, Any] = {"num_hidden_layers": len(layers)}
     if kind != "mistral":
-        config["layer_types"] = layers
+        settings["layer_types"] = layers
     if kind == "llama4_text":
-        config |= {"no_rope_layers": [1, 1, 1, 0], "moe_layers": [1]}
-    with torch.random.fork_rng():
-        torch.manual_seed(3)
-        made = CONFIG_MAPPING[kind](**config)
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(made).float().eval()
-        for name, parameter in model.named_parameters():
-            if parameter.dim() > 1:
-                torch.nn.init.normal_(parameter, std=0.2)
-            elif "sink" in name or "bias" in name:
-                torch.nn.init.normal_(parameter)
-    return model.requires_grad_(False)
+        settings |= {"no_rope_layers": [1, 1, 1, 0], "moe_layers": [1]}
+    return drawn_model(kind, **settings)
 
 
 def windowed_pair(kind: str) -> Pair:
