@@ -3,9 +3,9 @@
     python -m tests.mutation --seed 1 --number 60 [--only scheduler/state] [--jobs 2]
 
 It draws places at random, and one change for each, as `changes.py` says; a seed replays them. Each
-change is made in a copy of the tree, whose tests must pass without it. The tests of the changed
-folder run first, then those of what builds on it, until one fails. A test that hangs, or takes all
-memory, has seen the change.
+change is made in a copy of the tree, whose tests must pass without it. The tests that run the
+changed line run, the quickest file first, until one fails; of a line that runs at import, all of
+its floor. A test that hangs, or takes all memory, has seen the change.
 
 What survives is a property without a test, or a line that nothing needs.
 """
@@ -28,6 +28,7 @@ from pathlib import Path
 from queue import SimpleQueue
 
 from tests.mutation.changes import Site, changed, core_modules, sites
+from tests.mutation.lines import FILE, TestsByLine
 
 ROOT = Path(__file__).parents[2]
 ONE_TEST_S = 300
@@ -54,11 +55,14 @@ def main() -> None:
         trees: SimpleQueue[Path] = SimpleQueue()
         for job in range(args.jobs):
             trees.put(_copied(Path(folder) / str(job)))
-        for floor in {site.path.split("/")[0]: site.path for site, _ in drawn}.values():
-            if failed := _seen(Path(folder) / "0", floor):
-                sys.exit(f"without any change: {failed}")
+        known = {
+            floor: _unchanged(Path(folder) / "0", floor)
+            for floor in sorted({_floor(site) for site, _ in drawn})
+        }
         with ThreadPoolExecutor(args.jobs) as pool:
-            verdicts = pool.map(lambda change: _try(trees, *change), drawn)
+            verdicts = pool.map(
+                lambda change: _try(trees, known[_floor(change[0])], *change), drawn
+            )
             survivors = sum([_told(number, *verdict) for number, verdict in enumerate(verdicts, 1)])
     print(f"seed {args.seed}: found {len(drawn) - survivors} of {len(drawn)}")
 
@@ -74,7 +78,23 @@ def _copied(tree: Path) -> Path:
     return tree
 
 
-def _try(trees: SimpleQueue[Path], site: Site, text: str) -> tuple[str, str, float]:
+def _floor(site: Site) -> str:
+    return site.path.split("/")[0]
+
+
+def _unchanged(tree: Path, floor: str) -> TestsByLine:
+    """Runs the floor's tests."""
+    file, began = tree / "tests-by-line.json", time.monotonic()
+    if failed := _seen(tree, _tests_of(tree, floor), file):
+        sys.exit(f"without any change: {failed}")
+    known = TestsByLine.read(file)
+    print(f"{floor}: {len(known.names)} tests, {time.monotonic() - began:.0f} s", flush=True)
+    return known
+
+
+def _try(
+    trees: SimpleQueue[Path], known: TestsByLine, site: Site, text: str
+) -> tuple[str, str, float]:
     """The change as a diff, what saw it (empty: no test), and the seconds that this took."""
     tree, began = trees.get(), time.monotonic()
     file = tree / site.path
@@ -86,7 +106,10 @@ def _try(trees: SimpleQueue[Path], site: Site, text: str) -> tuple[str, str, flo
     try:
         file.write_text(new)
         compiled.unlink(missing_ok=True)  # it may be of the same size and second
-        seen = _seen(tree, site.path)
+        tests = known.of(site.path, site.lines)
+        if site.at_import:
+            tests = _tests_of(tree, _floor(site))
+        seen = _seen(tree, tests) if tests else ""
     finally:
         file.write_text(source)
         compiled.unlink(missing_ok=True)
@@ -94,15 +117,19 @@ def _try(trees: SimpleQueue[Path], site: Site, text: str) -> tuple[str, str, flo
     return diff, seen, time.monotonic() - began
 
 
-def _seen(tree: Path, path: str) -> str:
-    """The first test that fails, in one process with bounds."""
+def _seen(tree: Path, tests: list[str], by_line: Path | None = None) -> str:
+    """The first test that fails, in one process with bounds. `by_line`: what to write."""
     options = ["-x", "-q", "--tb=no", "-p", "no:cacheprovider", "--hypothesis-profile", "mutate"]
     options += ["-o", f"faulthandler_timeout={ONE_TEST_S}", "-m", KINDS]
-    command = [sys.executable, "-m", "pytest", *options, *_tests_of(tree, path)]
+    if by_line is not None:
+        options += ["-p", "tests.mutation.lines"]
+    named = tree / "tests-to-run.txt"  # thousands are too long for a command
+    named.write_text("\n".join(tests))
+    command = [sys.executable, "-m", "pytest", *options, f"@{named}"]
     process = subprocess.Popen(
         command,
         cwd=tree,
-        env={**os.environ, "PYTHONPATH": str(tree)},
+        env={**os.environ, "PYTHONPATH": str(tree), FILE: str(by_line)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -123,19 +150,17 @@ def _seen(tree: Path, path: str) -> str:
     return failed[0].split(" - ")[0] if failed else f"exit {process.returncode}: {out[-300:]}"
 
 
-def _tests_of(tree: Path, path: str) -> list[str]:
-    """The tests that belong to a module, the nearest first."""
-    floor, *inner = Path(path).with_suffix("").parts
+def _tests_of(tree: Path, floor: str) -> list[str]:
+    """The tests that belong to a floor."""
     tests = tree / "tests"
-    near = {inner[0], f"test_{inner[0]}.py"}
     here = [*(tests / floor).glob("test_*.py"), *(tests / floor).glob("[a-z]*/")]
     beyond = [tests / "sim"]
     if floor == "replicas":  # the other folders take minutes and run little of the core
-        here = [path for path in here if path.is_file() or path.name in (*near, *_OF_THE_CORE)]
+        here = [path for path in here if path.is_file() or path.name in _OF_THE_CORE]
         beyond = [
             tests / "oracle" / f"test_{name}.py" for name in ("traps", "decoding", "drafters")
         ]
-    here.sort(key=lambda path: (path.name not in near, path.is_dir(), path.name))
+    here.sort(key=lambda path: (path.is_dir(), path.name))
     return [path.relative_to(tree).as_posix() for path in [*here, *beyond]]
 
 

@@ -54,6 +54,10 @@ class Site:
     end: int
     """Bytes of the file."""
     texts: tuple[str, ...]
+    lines: range
+    """Of the statement that it stands in; of one with a body, its head."""
+    at_import: bool
+    """Whether it runs when the module is imported, and in no function."""
 
 
 def core_modules(root: Path) -> list[str]:
@@ -68,8 +72,10 @@ def sites(path: str, source: str) -> list[Site]:
     starts = [0]
     for line in source.encode().splitlines(keepends=True):
         starts.append(starts[-1] + len(line))
-    found = {}
-    for node, texts in _walk(ast.parse(source)):
+    found, at = {}, {}
+    tree = ast.parse(source)
+    statements = [node for node in ast.walk(tree) if isinstance(node, ast.stmt)]
+    for node, texts in _walk(tree):
         if not texts:
             continue
         begin = starts[node.lineno - 1] + node.col_offset  # type: ignore[attr-defined]
@@ -78,7 +84,22 @@ def sites(path: str, source: str) -> list[Site]:
         new = tuple(text for text in dict.fromkeys(texts) if text != old)
         if new:
             found.setdefault((begin, end), []).extend(new)
-    return [Site(path, *place, tuple(dict.fromkeys(new))) for place, new in sorted(found.items())]
+            at[begin, end] = node.lineno  # type: ignore[attr-defined]
+    return [
+        Site(path, *place, tuple(dict.fromkeys(new)), *_around(statements, at[place]))
+        for place, new in sorted(found.items())
+    ]
+
+
+def _around(statements: list[ast.stmt], line: int) -> tuple[range, bool]:
+    """The lines of the innermost statement at a line, and whether no function's body holds it."""
+    around = [node for node in statements if node.lineno <= line <= (node.end_lineno or 0)]
+    functions = [node for node in around if isinstance(node, ast.FunctionDef)]
+    inner = max(around, key=lambda node: (node.lineno, -(node.end_lineno or 0)))
+    body = getattr(inner, "body", None)
+    last = max(inner.lineno, body[0].lineno - 1) if body else inner.end_lineno or inner.lineno
+    inside = any(node.body[0].lineno <= line for node in functions)
+    return range(inner.lineno, last + 1), not inside
 
 
 def changed(source: str, site: Site, text: str) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.mutation.changes import TUNED, changed, core_modules, sites
+from tests.mutation.lines import TestsByLine
 
 ROOT = Path(__file__).parents[2]
 
@@ -46,6 +47,33 @@ def f(a: int = 1) -> int:
         "min": ("max",),
         "8": ("9", "7", "16", "4"),
     }
+
+
+def test_a_place_knows_the_lines_that_run_with_it() -> None:
+    source = """
+LIMIT = 1
+def f(a=2):
+    if (
+        a < 3
+    ):
+        return [
+            4
+        ]
+"""
+    found = {source[site.begin : site.end]: site for site in sites("f.py", source)}
+    assert [(found[text].lines, found[text].at_import) for text in ("1", "2", "3", "4")] == [
+        (range(2, 3), True),
+        (range(3, 4), True),
+        (range(4, 7), False),
+        (range(7, 10), False),
+    ]
+
+
+def test_tests_of_a_line_come_file_by_file_the_quickest_first() -> None:
+    names = ("a.py::slow", "b.py::one", "a.py::quick", "b.py::two")
+    known = TestsByLine(names, (9.0, 1.0, 0.1, 1.0), {"f.py": {3: [0, 1], 4: [2], 9: [3]}})
+    assert known.of("f.py", range(3, 5)) == ["b.py::one", "a.py::slow", "a.py::quick"]
+    assert known.of("f.py", range(5, 9)) == known.of("g.py", range(3, 5)) == []
 
 
 def test_each_tuned_number_is_one_of_the_core() -> None:
