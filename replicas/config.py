@@ -34,6 +34,11 @@ class SpeculativeConfig(BaseModel):
         description="Of draft_model and heads: a local directory or a hub name; a draft model may"
         " also be 'tiny' or 'planted:SHAPE', an EAGLE-3 head of a planted target 'planted:head'.",
     )
+    enable_suffix_decoding: bool = Field(
+        False,
+        description="Of draft_model and heads: a row's draft is what followed its last tokens"
+        " before, where more of that is likely right than of what the model guesses.",
+    )
     num_speculative_tokens: int | None = Field(
         None,
         ge=1,
@@ -53,6 +58,8 @@ class SpeculativeConfig(BaseModel):
             raise ValueError(f"model: method {self.method} needs one")
         if not of_model and self.model is not None:
             raise ValueError(f"model: method {self.method} has none, not {self.model!r}")
+        if not of_model and self.enable_suffix_decoding:
+            raise ValueError(f"enable_suffix_decoding: method {self.method} has no model")
         if self.method == "draft_model" and self.model and is_planted(self.model):
             parse_planted(self.model)
         if self.method == "none" and self.num_speculative_tokens is not None:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from replicas.config import ReplicaConfig
-from replicas.drafters import METHODS, Drafter, DraftSource
+from replicas.drafters import Drafter, DraftSource, draft_source
 from replicas.errors import PairRefused
 from replicas.memory import MemoryPlan, PairShape, measured_passes, plan_memory
 from replicas.models import (
@@ -75,8 +75,7 @@ def read_pair(config: ReplicaConfig) -> Pair:
     Raises PairRefused, or OSError for a name not found.
     """
     of_target = load_config(resolve(config.target), config, "target")
-    method = config.drafting.method
-    draft = None if method == "none" else METHODS[method](config, of_target)
+    draft = draft_source(config, of_target)
     vocab_size = of_target.vocab_size
     if draft is not None and draft.vocab_size is not None:
         vocab_size = min(vocab_size, draft.vocab_size)
@@ -129,7 +128,7 @@ def drafting(
         most = min(most, source.draft_len_max)
     return {
         "draft": drafter.name,
-        "drafter": said.method,
+        "drafter": f"suffix, {said.method}" if said.enable_suffix_decoding else said.method,
         "draft_len_max": most,
         "draft_len": None if said.adaptive else most,
     }

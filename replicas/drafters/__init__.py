@@ -10,8 +10,9 @@ from replicas.drafters.model import ModelSource
 from replicas.drafters.one_pass import OnePassSource
 from replicas.drafters.protocol import Drafter, DraftRequest, DraftSource, Observation, Proposal
 from replicas.drafters.suffix import SuffixSource
+from replicas.drafters.suffix_first import SuffixFirstSource
 
-METHODS: dict[str, Callable[[ReplicaConfig, Any], DraftSource]] = {
+_METHODS: dict[str, Callable[[ReplicaConfig, Any], DraftSource]] = {
     "draft_model": ModelSource.read,
     "suffix": lambda config, target: SuffixSource(),
     "eagle3": Eagle3Source.read,
@@ -19,5 +20,13 @@ METHODS: dict[str, Callable[[ReplicaConfig, Any], DraftSource]] = {
     "dspark": OnePassSource.read,
     "clover": CloverSource.read,
 }
-"""Each is given transformers' config of the target, and reads no weights. Raises PairRefused, or
-OSError for a name not found."""
+
+
+def draft_source(config: ReplicaConfig, target: Any) -> DraftSource | None:
+    """What drafts for a target, known by transformers' config, without weights; None: nothing.
+    Raises PairRefused, or OSError for a name not found."""
+    said = config.drafting
+    if said.method == "none":
+        return None
+    source = _METHODS[said.method](config, target)
+    return SuffixFirstSource(source) if said.enable_suffix_decoding else source

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedModel
 
 from replicas.config import ReplicaConfig
-from replicas.drafters.history import DEPTH, END, TOKEN_BYTES, History
+from replicas.drafters.history import DEPTH, END, TOKEN_BYTES, Draft, History
 from replicas.drafters.protocol import Drafter, DraftRequest, DraftSource, Observation, Proposal
 from replicas.memory import DraftMemory, MemoryPlan
 from replicas.stopwatch import Stopwatch
@@ -73,19 +73,21 @@ class SuffixDrafter:
     def propose(self, request: DraftRequest, watch: Stopwatch) -> Proposal:
         with watch.section("draft"):
             drafts = [
-                self._draft(self.rows[row], most) if most else []
+                self.best(row, most)[1] if most else []
                 for row, most in zip(request.ids, request.draft_lens, strict=True)
             ]
             return Proposal.of(drafts, request.table.device)
 
-    def _draft(self, row: SuffixRow, most: int) -> list[int]:
-        score, draft = row.history.draft(most)
+    def best(self, id: str, most: int) -> Draft:
+        """Of its own content, and of outputs of its salt."""
+        row = self.rows[id]
+        found = row.history.draft(most)
         outputs = self._outputs.get(row.salt)
-        if outputs is not None and score < most and len(row.history) > 1:
-            more, other = outputs.draft(most, row.history.tokens[-DEPTH:])
-            if more > score:
+        if outputs is not None and found[0] < most and len(row.history) > 1:
+            other = outputs.draft(most, row.history.tokens[-DEPTH:])
+            if other[0] > found[0]:
                 return other
-        return draft
+        return found
 
     def rollback(self, rows: Sequence[str], lengths: Sequence[int]) -> None:
         for row, length in zip(rows, lengths, strict=True):

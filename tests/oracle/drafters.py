@@ -13,6 +13,7 @@ from benchmarks.shared.oracle import OracleDrafter
 from replicas.config import ReplicaConfig
 from replicas.drafters import DraftSource
 from replicas.drafters.suffix import SuffixSource
+from replicas.drafters.suffix_first import SuffixFirstSource
 from replicas.pair import Pair
 from replicas.replica import Replica
 from scheduler.messages import Request
@@ -81,8 +82,9 @@ def replica_of(
 ) -> Replica:
     """`answered`: what an oracle knows."""
     pair = pair or tiny_pair("llama")
-    if drafter == "eagle3":
-        return headed_replica(head(pair.target_name), pair, **settings)
+    if drafter in ("eagle3", "suffix+eagle3"):
+        suffix = drafter != "eagle3"
+        return headed_replica(head(pair.target_name), pair, suffix, **settings)
     if drafter == "clover":
         return clover_heads.clover_replica(clover_head(pair.target_name), pair, **settings)
     if drafter in ONE_PASS:
@@ -91,6 +93,9 @@ def replica_of(
         pair = replace(pair, draft=None)
     elif drafter == "suffix":
         pair = replace(pair, draft=SuffixSource())
+    elif drafter == "suffix+model":
+        assert pair.draft is not None
+        pair = replace(pair, draft=SuffixFirstSource(pair.draft))
     elif drafter == "toy":
         pair = replace(pair, draft=toy_source())
     config = ReplicaConfig(device=DEVICE, block_size=4, **settings)

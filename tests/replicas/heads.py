@@ -14,6 +14,8 @@ from safetensors.torch import save_file
 from replicas.config import ReplicaConfig
 from replicas.drafters.eagle3 import Eagle3Source
 from replicas.drafters.eagle3.head_config import Eagle3Config, eagle3_config
+from replicas.drafters.protocol import DraftSource
+from replicas.drafters.suffix_first import SuffixFirstSource
 from replicas.pair import Pair
 from replicas.replica import Replica
 from tests.tiny_pairs import DEVICE, tiny_pair
@@ -92,8 +94,11 @@ def save_head(
     return str(path)
 
 
-def headed_replica(path: str, pair: Pair | None = None, **settings: object) -> Replica:
-    """The tiny Llama, or another pair's target, with the head there."""
+def headed_replica(
+    path: str, pair: Pair | None = None, suffix: bool = False, **settings: object
+) -> Replica:
+    """The tiny Llama, or another pair's target, with the head there, maybe behind suffix
+    decoding."""
     pair = pair or tiny_pair("llama")
     config = ReplicaConfig(
         device=DEVICE,
@@ -104,7 +109,10 @@ def headed_replica(path: str, pair: Pair | None = None, **settings: object) -> R
     head = Eagle3Source.load_head(
         path, Eagle3Source.read_head(path, pair.target.config), pair.dtype, pair.device
     )
-    return Replica(dataclasses.replace(pair, draft=Eagle3Source(path, head)), config)
+    source: DraftSource = Eagle3Source(path, head)
+    if suffix:
+        source = SuffixFirstSource(source)
+    return Replica(dataclasses.replace(pair, draft=source), config)
 
 
 def plain_head(

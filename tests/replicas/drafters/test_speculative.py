@@ -15,6 +15,7 @@ from replicas.drafters.eagle3 import Eagle3Drafter
 from replicas.drafters.model import ModelDrafter
 from replicas.drafters.one_pass import OnePassDrafter
 from replicas.drafters.suffix import SuffixDrafter
+from replicas.drafters.suffix_first import SuffixFirstDrafter
 from replicas.errors import PairRefused
 from replicas.memory import check_memory
 from replicas.models.loader import resolve, resolve_device
@@ -76,6 +77,10 @@ NUMBER = "num_speculative_tokens"
             r"speculative_config\n.*model: method suffix has none",
         ),
         (
+            {"method": "suffix", "enable_suffix_decoding": True},
+            r"speculative_config\n.*enable_suffix_decoding: method suffix has no model",
+        ),
+        (
             {"method": "suffix", NUMBER: 33},
             rf"speculative_config\.{NUMBER}\n.*less than or equal to 32",
         ),
@@ -110,6 +115,10 @@ def test_a_replica_says_what_drafts_and_how_far(head: str, block: str, clover: s
         ({"method": "eagle3", "model": head}, Eagle3Drafter, ("eagle3", head, 32, None)),
         ({"method": "dspark", "model": block}, OnePassDrafter, ("dspark", block, 4, None)),
         ({"method": "clover", "model": clover}, CloverDrafter, ("clover", clover, 5, None)),
+        (
+            {"method": "eagle3", "model": head, "enable_suffix_decoding": True, NUMBER: 3},
+            *(SuffixFirstDrafter, ("suffix, eagle3", head, 3, None)),
+        ),
         ({"method": "none"}, type(None), ("", "", 0, None)),
         (
             {"method": "draft_model", "model": "tiny", NUMBER: 4, "adaptive": False},
