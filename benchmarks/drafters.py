@@ -141,7 +141,10 @@ def suffix_alone(contents: Sequence[Sequence[int]], length: int = 10_000) -> dic
 def main() -> None:
     parser = question_parser(__doc__, n=12, new_tokens=96, batches=[1, 8])
     parser.add_argument("--fixed", type=int, default=4, help="Draft tokens of the fixed way.")
-    parser.add_argument("--head", help="Head to run, too; planted:head is never right.")
+    parser.add_argument(
+        "--head",
+        help="Head to run, too, alone and behind suffix decoding; planted:head is never right.",
+    )
     methods = ("eagle3", "dflash", "dspark", "clover")
     parser.add_argument("--head-method", choices=methods, default="eagle3", help="What it is.")
     parser.add_argument(
@@ -173,8 +176,12 @@ def main() -> None:
         f"suffix, k {args.fixed}": Replica.load(suffix),
     }
     if args.head is not None:
-        head = replica_config(args, {"method": args.head_method, "model": args.head})
-        replicas["head, k chosen"] = Replica.load(head)
+        speculative = {"method": args.head_method, "model": args.head}
+        head = replica_config(args, speculative)
+        for name in ("head, k chosen", f"head, k {args.fixed}"):
+            replicas[name] = Replica.load(head)
+        both = replica_config(args, speculative | {"enable_suffix_decoding": True})
+        replicas["suffix and head, k chosen"] = Replica.load(both)
         if args.oracle is not None:
             replicas["oracle, k chosen"], oracle = oracle_replica(head, args.oracle)
     figures: dict[str, Any] = {"settings": vars(args), "ratios": [], "runs": []}

@@ -4,9 +4,10 @@
 
 Questions are asked with the target's chat template. Greedy outputs are compared with transformers'
 `generate` at batch 1, run now; sampled ones, and JSON by a schema, with plain decoding at batch 1.
-Drafters: none, suffix, an oracle of acceptance 0.7 with ragged drafts, an EAGLE-3 checkpoint of
-random weights, which lies beside the file. No time counts, so it may run beside other work; a row
-that is in the file already is not run again, and the file is refused where it has other settings.
+Drafters: none, suffix, an oracle of acceptance 0.7 with ragged drafts, and an EAGLE-3 checkpoint,
+alone and behind suffix decoding; without --head one of random weights, which lies beside the file.
+No time counts, so it may run beside other work; a row that is in the file already is not run again,
+and the file is refused where it has other settings.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ def documents_of(outputs: Sequence[Sequence[int]], tokenizer: Any) -> dict[str, 
 
 
 NONE = {"method": "none"}
-DRAFTERS = ("none", "suffix", "head", "oracle")
+DRAFTERS = ("none", "suffix", "head", "suffix, head", "oracle")
 
 
 def save_random_head(directory: Path, target: str) -> None:
@@ -113,10 +114,15 @@ def replica_with(
         return plain
     if name == "suffix":
         return Replica.load(replica_config(args, {"method": "suffix"}))
-    if name == "head":
-        head = args.json.with_suffix(".head")
-        save_random_head(head, args.target)
-        return Replica.load(replica_config(args, {"method": "eagle3", "model": str(head)}))
+    if name in ("head", "suffix, head"):
+        head = args.head
+        if head is None:
+            head = args.json.with_suffix(".head")
+            save_random_head(head, args.target)
+        speculative = {"method": "eagle3", "model": str(head)}
+        return Replica.load(
+            replica_config(args, speculative | {"enable_suffix_decoding": name != "head"})
+        )
     config = replica_config(args, NONE)
     pair = load_pair(config)
     replica = Replica(pair, config, drafter=OracleDrafter(known, 0.7, pair.vocab_size))
@@ -128,6 +134,7 @@ def main() -> None:
     parser = question_parser(__doc__, n=12, new_tokens=128, batches=[1, 8, 16])
     parser.add_argument("--draft-lens", nargs="+", default=["0", "2", "4", "chosen"])
     parser.add_argument("--drafters", nargs="+", choices=DRAFTERS, default=DRAFTERS)
+    parser.add_argument("--head", help="EAGLE-3 head of the target.")
     args = parser.parse_args()
     if args.json is None:
         parser.error("--json: needed, for the rows one by one")
@@ -143,7 +150,7 @@ def main() -> None:
         for number, request in enumerate(greedy)
     ]
     path: Path = args.json
-    names = ("target", "questions", "n", "new_tokens", "context_len", "seed", "device")
+    names = ("target", "questions", "n", "new_tokens", "context_len", "seed", "device", "head")
     settings = {name: getattr(args, name) for name in names}
     said: dict[str, Any] = {"settings": settings}
     if path.exists():
