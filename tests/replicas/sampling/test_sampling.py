@@ -121,6 +121,13 @@ def test_equal_logits_end_the_search_for_the_nucleus() -> None:
     assert chosen(logits, params, torch.arange(50)[None]).shape == (1, 50)
 
 
+def test_a_greedy_batch_has_no_noise_and_one_sampled_row_brings_it() -> None:
+    positions = torch.zeros((2, 1), dtype=torch.int64)
+    greedy, sampled = Sampling(), Sampling(temperature=0.5, seed=1)
+    assert SamplingBatch.of([greedy, greedy], CPU).noise_after(positions) is None
+    assert SamplingBatch.of([greedy, sampled], CPU).noise_after(positions) is not None
+
+
 def test_rows_taken_from_a_batch_choose_as_in_it() -> None:
     """Greedy ones among them."""
     params = [Sampling(), *PARAMS, Sampling(seed=3)]
