@@ -155,7 +155,7 @@ def load_replica(config: ReplicaConfig) -> Replica | ParallelReplica:
         return Replica.load(config)
     if resolve_device(config.device).type == "cuda" and torch.cuda.device_count() < count:
         raise PairRefused(
-            f"tensor_parallel: {count} devices are asked for, {torch.cuda.device_count()} are here"
+            f"tensor_parallel: needs {count} devices, this machine has {torch.cuda.device_count()}"
         )
     return load_parallel(config)
 
