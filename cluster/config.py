@@ -46,8 +46,8 @@ class PoolConfig(_Settings):
         120.0,
         gt=0,
         description="Silence of the pool after which requests end with UNAVAILABLE. Ray notices a"
-        " lost node after 5 to 20 s, and then starts the pool elsewhere; on a busy"
-        " machine the start may take another 30 s.",
+        " lost node after 5 to 20 s, and then starts the pool elsewhere; on a busy machine the"
+        " start may take another 30 s.",
     )
     lease_s: float = Field(
         3.0,
@@ -73,21 +73,17 @@ class FrontendConfig(_Settings):
         " context (in OpenAI's completions: 16).",
     )
     timeout_s: float = Field(600.0, gt=0, description="Deadline of requests that set none.")
-    prompt_bytes_max: int = Field(
-        1 << 20, ge=1, description="Maximum length of a prompt's text, in bytes of UTF-8."
-    )
+    prompt_bytes_max: int = Field(1 << 20, ge=1, description="Longest prompt text, in UTF-8.")
     sequences_max: int = Field(128, ge=1, description="Maximum of sequences in one call.")
     logprobs_max: int = Field(
         1 << 20,
         ge=1,
         description="Maximum of log-probabilities in one call: for each token with"
-        " log-probabilities, 1 + the number of alternatives. A frontend holds about"
-        " 130 bytes for each.",
+        " log-probabilities, 1 + the number of alternatives. A frontend holds about 130 bytes for"
+        " each.",
     )
     coalesce_ms: float = Field(20.0, ge=0, description="Minimum time between chunks of a stream.")
-    requests_max: int = Field(
-        10_000, ge=1, description="Maximum of requests in flight per frontend."
-    )
+    requests_max: int = Field(10_000, ge=1, description="Requests in flight per frontend.")
     message_bytes_max: int = Field(
         4 << 20, ge=1024, description="Maximum size of a request: gRPC message or HTTP body."
     )
@@ -102,9 +98,7 @@ class FrontendConfig(_Settings):
         description="CPU seconds that the check of a structure (a JSON schema, an expression, a"
         " grammar) or the rendering of a chat template may take.",
     )
-    bounded_mb_max: int = Field(
-        512, ge=16, description="Memory in MB that such a check or rendering may take."
-    )
+    bounded_mb_max: int = Field(512, ge=16, description="Memory in MB that either may take.")
     reasoning_parser: ReasoningParser = Field(
         "auto",
         description="How the target marks its reasoning; `auto` reads it from the chat template.",
@@ -132,17 +126,13 @@ class ServerConfig(_Settings):
         description="What happens to unknown names in HTTP bodies: ignore them and list them in"
         " the answer's header x-lockstep-ignored, or refuse the request.",
     )
-    return_tokens_as_token_ids: bool = Field(
-        False, description="Log-probabilities name tokens by their ids."
-    )
-    enable_force_include_usage: bool = Field(
-        False, description="Every event of a stream has the usage."
-    )
+    return_tokens_as_token_ids: bool = Field(False, description="Logprobs name tokens by ids.")
+    enable_force_include_usage: bool = Field(False, description="Every stream event has the usage.")
     root_path: str = Field(
         "",
         pattern="^(/[^/]+)*$",
-        description="Prefix of all HTTP paths that a proxy in front does not remove, such as"
-        " /llm. Paths without the prefix are served, too.",
+        description="Prefix of all HTTP paths that a proxy in front does not remove, such as /llm."
+        " Paths without the prefix are served, too.",
     )
     grpc_port: int = Field(9000, ge=1, le=65535, description="Port of the gRPC proxy.")
     http_host: str = Field("127.0.0.1", min_length=1, description="Address of the HTTP proxy.")
@@ -220,25 +210,21 @@ class ActorsConfig(_Settings):
     replica_gpus: float | None = Field(
         None,
         ge=0,
-        description="GPUs per replica, or per rank. Null: 1 for device cuda, 0 for cpu and"
-        " cuda:N; for auto, the GPUs that Ray knows at deploy time divided among the"
-        " replicas, at most 1 each (0 if Ray does not run yet, as with `serve run`).",
+        description="GPUs per replica, or per rank. Null: 1 for device cuda, 0 for cpu and cuda:N;"
+        " for auto, the GPUs that Ray knows at deploy time divided among the replicas, at most 1"
+        " each (0 if Ray does not run yet, as with `serve run`).",
     )
     ranks_strategy: Literal["STRICT_PACK", "PACK", "SPREAD", "STRICT_SPREAD"] = Field(
         "STRICT_PACK",
         description="Ray's placement strategy for the ranks of a tensor_parallel replica."
         " STRICT_PACK: all on one machine; PACK: on as few machines as possible.",
     )
-    frontend_cpus: float = Field(
-        0.01,
-        ge=0,
-        description="CPUs per frontend; with 0 Ray does not spread frontends over nodes.",
-    )
+    frontend_cpus: float = Field(0.01, ge=0, description="CPUs per frontend; 0: not spread.")
     surge: bool | None = Field(
         None,
         description="Whether a change starts a new replica beside the one that it replaces;"
-        " otherwise the old one ends first. Null: yes if Ray has a place for one more"
-        " at deploy time.",
+        " otherwise the old one ends first. Null: yes if Ray has a place for one more at deploy"
+        " time.",
     )
     start_s: float = Field(
         600.0,
@@ -246,13 +232,9 @@ class ActorsConfig(_Settings):
         description="How long `lockstep serve` waits for the first replica, and `lockstep demo`"
         " for all. Serve's own commands do not read it.",
     )
-    drain_s: float = Field(
-        20.0, gt=0, description="Time that a process has to finish its work when it is told to end."
-    )
+    drain_s: float = Field(20.0, gt=0, description="Time to finish work for a process that ends.")
     batch_s_max: float = Field(
-        120.0,
-        gt=0,
-        description="A batch that takes longer counts as hanging, and its replica is replaced.",
+        120.0, gt=0, description="A batch that takes longer hangs; its replica is replaced."
     )
 
 

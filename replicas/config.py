@@ -26,8 +26,8 @@ class SpeculativeConfig(BaseModel):
 
     method: Method = Field(
         description="draft_model (a smaller model), suffix (suffix decoding), eagle3 (an EAGLE-3"
-        " head), dflash or dspark (a one-pass head), clover (a Clover-2 head), or none"
-        " (no drafts)."
+        " head), dflash or dspark (a one-pass head), clover (a Clover-2 head), or none (no"
+        " drafts)."
     )
     model: str | None = Field(
         None,
@@ -81,8 +81,8 @@ class ReplicaConfig(BaseModel):
         min_length=1,
         validate_default=True,
         description="Target: 'smollm2', 'tiny', a local directory, a hub name (REPO or"
-        " REPO@REVISION), a GGUF file (a path or REPO:FILE) or 'planted:SHAPE'. 'demo'"
-        " is smollm2 if installed, else tiny.",
+        " REPO@REVISION), a GGUF file (a path or REPO:FILE) or 'planted:SHAPE'. 'demo' is smollm2"
+        " if installed, else tiny.",
     )
     speculative_config: SpeculativeConfig | None = Field(
         None,
@@ -108,28 +108,28 @@ class ReplicaConfig(BaseModel):
         1,
         ge=1,
         le=64,
-        description="Number of devices that share the target: each holds a part of every layer,"
-        " in a process of its own (a rank).",
+        description="Number of devices that share the target: each holds a part of every layer, in"
+        " a process of its own (a rank).",
     )
     block_size: int = Field(16, ge=1, le=1024, description="KV positions per block.")
     memory: ByteSize | None = Field(
         None,
         gt=0,
-        description="Memory for weights, KV cache and buffers together, in bytes or as '20GiB'."
-        " If it is short, batches and drafts shrink. Null: a share of the free memory.",
+        description="Memory for weights, KV cache and buffers together, in bytes or as '20GiB'. If"
+        " it is short, batches and drafts shrink. Null: a share of the free memory.",
     )
     gpu_memory_utilization: float | None = Field(
         None,
         gt=0,
         le=1,
-        description="Share of a GPU's memory for this replica if `memory` is null. Null: the"
-        " share of the GPU that Ray gives it, or all of it.",
+        description="Share of a GPU's memory for this replica if `memory` is null. Null: the share"
+        " of the GPU that Ray gives it, or all of it.",
     )
     num_gpu_blocks_override: int | None = Field(
         None,
         ge=1,
-        description="Number of KV blocks, on any device, for tests and measurements. Null: as"
-        " many as memory allows.",
+        description="Number of KV blocks, on any device, for tests and measurements. Null: as many"
+        " as memory allows.",
     )
     plan_rows: int | None = Field(
         None,
@@ -170,9 +170,9 @@ class ReplicaConfig(BaseModel):
     )
     calibrate: bool = Field(
         True,
-        description="After loading, time a few steps and prefills, by which the pool chooses"
-        " draft lengths and chunks, and warn if an EAGLE-3 head is hardly ever right"
-        " in short texts. Without it the first requests provide the times.",
+        description="After loading, time a few steps and prefills, by which the pool chooses draft"
+        " lengths and chunks, and warn if an EAGLE-3 head is hardly ever right in short texts."
+        " Without it the first requests provide the times.",
     )
     torch_threads: int | None = Field(
         None,
@@ -191,8 +191,8 @@ class ReplicaConfig(BaseModel):
     chat_template: str | None = Field(
         None,
         pattern="^/",
-        description="Absolute path of a Jinja file with the chat template, on the machine of"
-        " every frontend. Null: the target's own template.",
+        description="Absolute path of a Jinja file with the chat template, on the machine of every"
+        " frontend. Null: the target's own template.",
     )
 
     def fixed_shapes(self, device: torch.device) -> bool:

@@ -28,8 +28,8 @@ class SchedulerConfig(BaseModel):
         ge=0,
         le=DRAFT_LEN_MAX,
         description="Fixed number of draft tokens per row and step, also the maximum for a"
-        " request; 0 turns drafts off. Null: chosen for each batch by measured times"
-        " and acceptance; 0 is a choice.",
+        " request; 0 turns drafts off. Null: chosen for each batch by measured times and"
+        " acceptance; 0 is a choice.",
     )
     draft_len_max: int = Field(
         default=8,
@@ -42,8 +42,8 @@ class SchedulerConfig(BaseModel):
         default=8,
         ge=1,
         le=64,
-        description="Maximum of steps in one batch while no other row waits; measured times"
-        " choose the number.",
+        description="Maximum of steps in one batch while no other row waits; measured times choose"
+        " the number.",
     )
     batches_in_flight_max: int = Field(
         default=2,
@@ -56,8 +56,8 @@ class SchedulerConfig(BaseModel):
         ge=1,
         le=1000,
         description="Maximum wait of a resident between two steps, in rounds (batches that hold"
-        " all residents once). Larger values give batches of more similar lengths. 1:"
-        " residents step in order of arrival.",
+        " all residents once). Larger values give batches of more similar lengths. 1: residents"
+        " step in order of arrival.",
     )
     prefill_rows_max: int = Field(
         default=8,
@@ -70,8 +70,7 @@ class SchedulerConfig(BaseModel):
         default=2048,
         ge=1,
         description="Tokens of one prefill batch; a longer prompt takes several, with steps"
-        " between them. While rows step, a prefill batch is smaller: about the time of"
-        " a step.",
+        " between them. While rows step, a prefill batch is smaller: about the time of a step.",
     )
     residents_max: int = Field(
         default=256, ge=1, description="Sequences whose KV cache a replica holds at once."
