@@ -160,7 +160,7 @@ def _aux_layers(ids: list[int] | None, layers: int) -> tuple[int, ...]:
         numbers = [number + 1 for number in numbers]
     if not all(0 <= number < layers for number in numbers):
         raise PairRefused(
-            f"eagle_aux_hidden_state_layer_ids: {ids or numbers}: must be layers of the target,"
-            f" which has {layers}"
+            f"eagle_aux_hidden_state_layer_ids: {ids or numbers}: must be below the last"
+            f" of the target's {layers} layers"
         )
     return tuple(numbers)

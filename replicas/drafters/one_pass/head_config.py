@@ -252,7 +252,7 @@ def _aux_layers(keys: Mapping[str, Any], speculators: bool, layers: int) -> tupl
         raise PairRefused(f"{name} is missing: the layers of the target that the head sees")
     numbers = ids if speculators else [number + 1 for number in ids]
     if not all(0 <= number < layers for number in numbers):
-        raise PairRefused(f"{name}: {ids}: must be layers of the target, which has {layers}")
+        raise PairRefused(f"{name}: {ids}: must be below the last of the target's {layers} layers")
     return tuple(numbers)
 
 

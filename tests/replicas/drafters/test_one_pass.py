@@ -264,11 +264,11 @@ def test_a_restored_prefix_has_its_keys_and_values(client: Headed, shared: int) 
         (said("dflash", aux_hidden_state_layer_ids=[]), "aux_hidden_state_layer_ids is missing"),
         (
             said("dflash", aux_hidden_state_layer_ids=[2, 3]),
-            r"_ids: \[2, 3\]: must be layers of the target, which has 3",
+            r"_ids: \[2, 3\]: must be below the last of the target's 3 layers",
         ),
-        (said("dflash", aux_hidden_state_layer_ids=[-1, 1]), r"_ids: \[-1, 1\] of a target"),
-        (said("deepspec", target_layer_ids=[0, 2]), r"target_layer_ids: \[0, 2\] of a target"),
-        (said("deepspec", target_layer_ids=[-2]), r"target_layer_ids: \[-2\] of a target"),
+        (said("dflash", aux_hidden_state_layer_ids=[-1, 1]), r"_ids: \[-1, 1\]: must be below"),
+        (said("deepspec", target_layer_ids=[0, 2]), r"target_layer_ids: \[0, 2\]: must be below"),
+        (said("deepspec", target_layer_ids=[-2]), r"target_layer_ids: \[-2\]: must be below"),
         (said("deepspec", mask_token_id=None), "mask_token_id is missing"),
         (
             said("deepspec", mask_token_id=97),
@@ -279,7 +279,7 @@ def test_a_restored_prefix_has_its_keys_and_values(client: Headed, shared: int) 
         (said("deepspec", markov_rank=4, markov_head_type="tree"), "markov_head_type: 'tree'"),
         (
             {**said("z_lab"), "layer_types": ["sliding_attention"] * 2},
-            "sliding_window: there are sliding layers",
+            "sliding_window: must be given",
         ),
         (said("z_lab", hidden_size=24, target_hidden_size=32), "embed_tokens.weight is missing"),
         (said("z_lab", draft_vocab_size=VOCAB), "lm_head.weight is missing"),

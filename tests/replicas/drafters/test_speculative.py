@@ -74,7 +74,7 @@ NUMBER = "num_speculative_tokens"
         ({"method": "dspark"}, r"speculative_config\n.*model: method dspark needs a model"),
         (
             {"method": "suffix", "model": "x"},
-            r"speculative_config\n.*model: method suffix has none",
+            r"speculative_config\n.*model: method suffix takes no model",
         ),
         (
             {"method": "suffix", "enable_suffix_decoding": True},
