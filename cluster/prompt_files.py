@@ -38,7 +38,7 @@ def read_prompts(path: Path, limit: int | None = None) -> list[str]:
         prompt = found.turns[0] if found.prompt is None and found.turns else found.prompt
         if not (prompt and isinstance(prompt, str)):
             raise PromptsError(
-                f"{path}:{number}: 'prompt', or the first of 'turns', must be a text"
+                f"{path}:{number}: 'prompt', or the first of 'turns', must be a non-empty text"
             )
         prompts.append(prompt)
     if not prompts:
