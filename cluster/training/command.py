@@ -24,7 +24,13 @@ def train_drafter(
     out: Annotated[
         Path, typer.Option(help="Folder of the run: checkpoints, the head, its card and report.")
     ],
-    method: Annotated[Literal["eagle3"], typer.Option(help="Kind of drafter.")] = "eagle3",
+    method: Annotated[
+        Literal["eagle3", "dspark"],
+        typer.Option(
+            help="Kind of drafter: an EAGLE-3 head, or a DSpark head, which drafts a block in one"
+            " pass."
+        ),
+    ] = "eagle3",
     data: Annotated[
         Path | None,
         typer.Option(
@@ -43,8 +49,12 @@ def train_drafter(
         int | None, typer.Option(min=8, help="Width of the head's MLP; else the target's.")
     ] = None,
     draft_vocab: Annotated[
-        int, typer.Option(min=2, help="Tokens that the head can draft: the most frequent ones.")
-    ] = 10_240,
+        int | None,
+        typer.Option(
+            min=2,
+            help="Tokens that the head can draft: the most frequent; the default, 10240.",
+        ),
+    ] = None,
     workers: Annotated[
         int, typer.Option(min=1, help="Processes that train together, over Ray if several.")
     ] = 1,
@@ -76,11 +86,11 @@ def train_drafter(
     ] = 20.0,
     seed: Annotated[int, typer.Option(min=0, max=2**20, help="Of data and weights.")] = 0,
 ) -> None:
-    """Train an EAGLE-3 head that drafts for a target.
+    """Train a head that drafts for a target.
 
     The target's conversations and hidden states are kept in the cache directory; a run that was
     interrupted goes on with --resume. Serve the head with --speculative-config
-    '{"method": "eagle3", "model": DIR}'.
+    '{"method": METHOD, "model": DIR}'.
     """
     if data is not None and self_generated is not None:
         raise typer.BadParameter("give either --data or --self-generated")
@@ -97,6 +107,7 @@ def train_drafter(
     job_settings = JobSettings(
         out=out,
         data=data,
+        method=method,
         self_generated=self_generated or 4000,
         minutes=minutes,
         draft_vocab=draft_vocab,
