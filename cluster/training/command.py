@@ -25,10 +25,10 @@ def train_drafter(
         Path, typer.Option(help="Folder of the run: checkpoints, the head, its card and report.")
     ],
     method: Annotated[
-        Literal["eagle3", "dspark"],
+        Literal["eagle3", "dspark", "clover"],
         typer.Option(
-            help="Kind of drafter: an EAGLE-3 head, or a DSpark head, which drafts a block in one"
-            " pass."
+            help="Kind of drafter: an EAGLE-3 head, a DSpark head, which drafts a block in one"
+            " pass, or a Clover-2 head."
         ),
     ] = "eagle3",
     data: Annotated[

@@ -33,7 +33,9 @@ class DSparkHead(TrainableHead):
 
     def forward(self, batch: Batch, step_weights: tuple[float, ...], at: int = 0) -> Unrolled:
         """`step_weights` are as many as a block has places."""
-        chosen = torch.arange(at % EVERY, batch.answers.shape[1], EVERY, device=batch.tokens.device)
+        most = batch.answers.shape[1]
+        every = min(EVERY, most)  # of short answers a block begins somewhere, too
+        chosen = torch.arange(at % every, most, every, device=batch.tokens.device)
         anchors = batch.answers[:, chosen]
         hidden = self.blocks(batch, anchors)[:, :, : len(step_weights)]
         markov = self._markov(batch, anchors, len(step_weights))
@@ -52,7 +54,7 @@ class DSparkHead(TrainableHead):
             told.shares.expand(told.hits.shape)[told.reached],
             reduction="sum",
         )
-        return told.unrolled((told.loss + doubt) * EVERY)
+        return told.unrolled((told.loss + doubt) * every)
 
     def blocks(
         self,
