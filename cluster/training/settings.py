@@ -63,8 +63,7 @@ class Plan:
         """Raises TrainingRefused, and OSError."""
         try:
             said = json.loads(path.read_text(encoding="utf-8"))
-            before = {"method": "eagle3"}  # which plans did not name when it was the only one
-            return cls(**{**before, **said, "train": TrainSettings(**said["train"])})
+            return cls(**{**said, "train": TrainSettings(**said["train"])})
         except (ValueError, TypeError, KeyError) as error:
             raise TrainingRefused(f"resume: {path} is no plan of this version: {error}") from None
 

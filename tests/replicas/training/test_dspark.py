@@ -151,6 +151,15 @@ def test_the_loss_is_cross_entropy_and_the_doubt_where_acceptance_is_decided() -
         assert torch.equal(value.grad, moved[name]) != ("confidence" in name), name
 
 
+def test_an_answer_shorter_than_the_way_between_blocks_has_one_in_every_step() -> None:
+    head, _, _ = random_head()
+    batch, _ = random_batch((9,), [6])
+    for at in range(EVERY):
+        out = head(batch, (1.0,) * METHOD.unroll, at)
+        assert int(out.slots[0]) == 1
+        out.loss.backward()
+
+
 def test_training_makes_it_right_more_often(tmp_path: Path) -> None:
     settings = TrainSettings(steps=70, batch_tokens=600, rate=3e-3, warmup=5)
     made = training(tmp_path, settings, "dspark")
