@@ -24,7 +24,13 @@ def train_drafter(
     out: Annotated[
         Path, typer.Option(help="Folder for checkpoints, the head, its card and report.")
     ],
-    method: Annotated[Literal["eagle3"], typer.Option(help="Kind of drafter.")] = "eagle3",
+    method: Annotated[
+        Literal["eagle3", "dspark", "clover"],
+        typer.Option(
+            help="Kind of drafter: an EAGLE-3 head, a DSpark head, which drafts a block in one"
+            " pass, or a Clover-2 head."
+        ),
+    ] = "eagle3",
     data: Annotated[
         Path | None,
         typer.Option(
@@ -45,9 +51,12 @@ def train_drafter(
         int | None, typer.Option(min=8, help="Width of the head's MLP. Default: the target's.")
     ] = None,
     draft_vocab: Annotated[
-        int,
-        typer.Option(min=2, help="Number of tokens that the head can draft, the most frequent."),
-    ] = 10_240,
+        int | None,
+        typer.Option(
+            min=2,
+            help="Number of tokens that the head can draft, the most frequent. Default: 10240.",
+        ),
+    ] = None,
     workers: Annotated[
         int, typer.Option(min=1, help="Processes that train together, by Ray if several.")
     ] = 1,
@@ -81,11 +90,11 @@ def train_drafter(
     ] = 20.0,
     seed: Annotated[int, typer.Option(min=0, max=2**20, help="Seed of data and weights.")] = 0,
 ) -> None:
-    """Train an EAGLE-3 head that drafts for a target.
+    """Train a head that drafts for a target.
 
     The cache directory keeps the target's conversations and hidden states. --resume continues an
     interrupted run. Serve the head with --speculative-config
-    '{"method": "eagle3", "model": DIR}'.
+    '{"method": METHOD, "model": DIR}'.
     """
     if data is not None and self_generated is not None:
         raise typer.BadParameter("give either --data or --self-generated")
@@ -102,6 +111,7 @@ def train_drafter(
     job_settings = JobSettings(
         out=out,
         data=data,
+        method=method,
         self_generated=self_generated or 4000,
         minutes=minutes,
         draft_vocab=draft_vocab,

@@ -80,10 +80,11 @@ class Job(Preparation):
         train, held_out = self.divided(folder)
         start = self.start(folder, features, train)
         plan = Plan(
+            settings.method,
             self.replica.target,
             fingerprint,
             key,
-            settings.draft_vocab,
+            self.draft_vocab,
             self.inner,
             settings.workers,
             self.train_settings(),
@@ -247,7 +248,7 @@ class Job(Preparation):
         self, prompts: Sequence[tuple[int, ...]], calibrate: bool = False
     ) -> tuple[Acceptance, ReplicaSpec]:
         """Of the head in the run's folder: real steps of the engine, greedy, DRAFT_LEN tokens."""
-        head = SpeculativeConfig(method="eagle3", model=str(self.settings.out.resolve()))
+        head = SpeculativeConfig(method=self.method.name, model=str(self.settings.out.resolve()))
         replica = self._replica(FEW, speculative_config=head, calibrate=calibrate)
         room = replica.spec.context_len - NEW_TOKENS
         requests = [

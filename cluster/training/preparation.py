@@ -15,6 +15,7 @@ import torch
 from cluster.local.engine import NO_QUEUE_LIMITS, LocalEngine
 from cluster.training.settings import (
     CONVERSATION_TOKENS,
+    DRAFT_VOCAB,
     JobSettings,
     check_disk,
     estimated,
@@ -33,6 +34,7 @@ from replicas.models import (
 )
 from replicas.replica import Replica
 from replicas.training import (
+    METHODS,
     ConversationFolder,
     Drawing,
     DrawSettings,
@@ -41,7 +43,6 @@ from replicas.training import (
     Start,
     TrainSettings,
     TurnFrame,
-    aux_layers,
     divided,
     native_bfloat16,
     take_in,
@@ -73,7 +74,8 @@ class Preparation:
         self.ends = end_of_turn_ids(self.tokenizer, eos, int(self.target.vocab_size))
         self.cache = settings.cache or cache_directory() / "training"
         self.device = resolve_device(replica.device)
-        self.layers = aux_layers(int(self.target.num_hidden_layers))
+        self.method = METHODS[settings.method]
+        self.layers = self.method.aux_layers(int(self.target.num_hidden_layers))
         self._disk_bytes = 0
         """Expected; known when it was checked."""
 
@@ -82,21 +84,34 @@ class Preparation:
         own = getattr(self.target, "intermediate_size", None) or 4 * int(self.target.hidden_size)
         return self.settings.intermediate_size or int(own)
 
+    @property
+    def draft_vocab(self) -> int:
+        vocab = int(self.target.vocab_size)
+        return (
+            (self.settings.draft_vocab or min(DRAFT_VOCAB, vocab)) if self.method.prunes else vocab
+        )
+
     def check(self) -> None:
         """Refuse what can be refused early, and say what is to come."""
-        settings = self.settings
-        vocab = int(self.target.vocab_size)
-        if settings.draft_vocab > vocab:
+        settings, vocab = self.settings, int(self.target.vocab_size)
+        if self.draft_vocab > vocab:
             raise TrainingRefused(
-                f"draft_vocab: {settings.draft_vocab}, and the target has {vocab} tokens"
+                f"draft_vocab: {self.draft_vocab}, and the target has {vocab} tokens"
             )
+        if settings.draft_vocab is not None and not self.method.prunes:
+            raise TrainingRefused(
+                f"draft_vocab: {self.method.title} drafts all of the target's tokens"
+            )
+        self.method.settings(self.target, self.draft_vocab, self.inner)
         if settings.data is None:
             TurnFrame.of(self.tokenizer, self.ends)
             tokens = settings.self_generated * CONVERSATION_TOKENS
         else:
             tokens = settings.data.stat().st_size // 4
         self.cache.mkdir(parents=True, exist_ok=True)
-        estimate = estimated(settings, self.target, tokens, len(self.layers), tokens)
+        estimate = estimated(
+            settings, self.target, tokens, len(self.layers), tokens, self.draft_vocab
+        )
         self.say(f"This will take: {estimate.said()}.")
         check_disk(settings, estimate, self.cache)
         self._disk_bytes = estimate.disk_bytes
@@ -187,8 +202,9 @@ class Preparation:
     ) -> Start:
         file = self._start_file(features)
         if not file.is_file():
-            vocab, inner, seed = self.settings.draft_vocab, self.inner, self.settings.seed
-            Start.of(self._model(), vocab, inner, folder, features, train, seed).write(file)
+            size, seed = (self.draft_vocab, self.inner), self.settings.seed
+            made = Start.of(self.method, self._model(), *size, folder, features, train, seed)
+            made.write(file)
         return Start.read(file)
 
     def divided(self, folder: ConversationFolder) -> tuple[list[Item], list[Item]]:
@@ -200,9 +216,15 @@ class Preparation:
 
     def train_settings(self) -> TrainSettings:
         """But for the number of steps."""
-        return TrainSettings(9, seed=self.settings.seed, bfloat16=native_bfloat16(self.device))
+        return TrainSettings(
+            9,
+            unroll=self.method.unroll,
+            step_weight=self.method.step_weight,
+            seed=self.settings.seed,
+            bfloat16=native_bfloat16(self.device),
+        )
 
     def _start_file(self, features: FeatureFolder) -> Path:
         settings = self.settings
-        name = f"start-{settings.draft_vocab}-{self.inner}-{settings.seed}.safetensors"
-        return features.folder.parent / name
+        sizes = f"{self.draft_vocab}-{self.inner}-{settings.seed}"
+        return features.folder.parent / f"start-{settings.method}-{sizes}.safetensors"

@@ -76,6 +76,7 @@ def _facts(command: str, job: Job, outcome: Outcome) -> list[tuple[str, str]]:
     plan = outcome.plan
     measured = job.settings.prompts or "held-out conversations"
     return [
+        ("method", plan.method),
         ("target", plan.target),
         ("command", command),
         ("data", f"{job.settings.data or 'self-generated'}: {outcome.data}"),
@@ -108,14 +109,15 @@ def _card(
     fast = "\n".join(
         f"| {rows} | {number(plain)} | {number(best)} | {k} |" for rows, plain, best, k in speeds
     )
-    speculative = json.dumps({"method": "eagle3", "model": name})
+    method = job.method
+    library = "library_name: speculators\n" if method.speculators else ""
+    speculative = json.dumps({"method": method.name, "model": name})
     serve = f"lockstep serve {outcome.plan.target} --speculative-config '{speculative}'"
     return f"""---
-library_name: speculators
-base_model: {outcome.plan.target}
-tags: [eagle3, speculative-decoding]
+{library}base_model: {outcome.plan.target}
+tags: [{method.name}, speculative-decoding]
 ---
-# {name}: an EAGLE-3 head for {outcome.plan.target}
+# {name}: {method.title} for {outcome.plan.target}
 
     {serve}
 

@@ -14,6 +14,7 @@ from replicas.training import TrainSettings, token_bytes
 
 CONVERSATION_TOKENS = 300
 """Of a self-generated conversation, about; for what is said beforehand."""
+DRAFT_VOCAB = 10_240
 _GIB = 1 << 30
 
 
@@ -23,11 +24,13 @@ class JobSettings:
 
     out: Path
     data: Path | None = None
+    method: str = "eagle3"
     self_generated: int = 4000
     """Conversations that the target writes where no data is given."""
     minutes: float = 60.0
     """Of training itself."""
-    draft_vocab: int = 10_240
+    draft_vocab: int | None = None
+    """Tokens that the head can draft; None: DRAFT_VOCAB, or all where its kind drafts all."""
     intermediate_size: int | None = None
     """Width of the head's MLP; None: the target's."""
     workers: int = 1
@@ -44,6 +47,7 @@ class JobSettings:
 class Plan:
     """What is decided once for a run; it lies in the run's folder, and --resume follows it."""
 
+    method: str
     target: str
     fingerprint: str
     """Of the target's weights and arithmetic."""
@@ -96,14 +100,19 @@ class Estimate:
 
 
 def estimated(
-    settings: JobSettings, target: Any, tokens: int, aux_layers: int, missing_tokens: int
+    settings: JobSettings,
+    target: Any,
+    tokens: int,
+    aux_layers: int,
+    missing_tokens: int,
+    draft_vocab: int,
 ) -> Estimate:
     """`target`: transformers' config; `missing_tokens`: of those, not in the cache yet."""
     width, vocab = int(target.hidden_size), int(target.vocab_size)
     layers = int(target.num_hidden_layers)
     inner = int(getattr(target, "intermediate_size", 4 * width))
     weights = vocab * width + layers * width * (4 * width + 3 * inner)
-    head = width * (settings.draft_vocab + (aux_layers + 8) * width + 3 * inner)
+    head = width * (draft_vocab + (aux_layers + 8) * width + 3 * inner)
     # A token's pass takes two operations per weight; it is drawn once and read once.
     seconds = missing_tokens * 2 * weights * (2 if settings.data is None else 1) / _speed()
     return Estimate(

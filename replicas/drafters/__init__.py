@@ -4,10 +4,10 @@ from collections.abc import Callable
 from typing import Any
 
 from replicas.config import ReplicaConfig
-from replicas.drafters.clover import CloverSource
+from replicas.drafters.clover import FIRST, LATER, CloverConfig, CloverSource, clover_config
 from replicas.drafters.eagle3 import LAYER, Eagle3Config, Eagle3Source, eagle3_config
 from replicas.drafters.model import ModelSource
-from replicas.drafters.one_pass import OnePassSource
+from replicas.drafters.one_pass import MASK, OnePassConfig, OnePassSource, one_pass_config
 from replicas.drafters.protocol import Drafter, DraftRequest, DraftSource, Observation, Proposal
 from replicas.drafters.suffix import SuffixSource
 from replicas.drafters.suffix_first import SuffixFirstSource

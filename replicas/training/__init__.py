@@ -7,13 +7,6 @@ from replicas.training.drawing import Drawing, DrawSettings, TurnFrame
 from replicas.training.export import DRAFT_LEN, write_head
 from replicas.training.features import FeatureFolder, token_bytes
 from replicas.training.figures import Acceptance, Fit, Point, acceptance_of, fit
-from replicas.training.head import TrainableHead
 from replicas.training.loop import Scores, Training, TrainSettings
-from replicas.training.new_head import (
-    aux_layers,
-    frequent_tokens,
-    head_settings,
-    new_config,
-    new_tensors,
-)
+from replicas.training.methods import METHODS, Method
 from replicas.training.start import Start, native_bfloat16

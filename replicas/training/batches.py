@@ -15,7 +15,7 @@ import torch
 
 from replicas.training.conversations import ConversationFolder, read_part
 from replicas.training.features import FeatureFolder, Features
-from replicas.training.head import Batch
+from replicas.training.methods import Batch
 
 HELD_OUT = 40
 """One conversation of so many is never trained on."""

@@ -1,4 +1,5 @@
-"""Writes a head as the speculators library has it: config.json and model.safetensors."""
+"""Writes a head as it is served: config.json and model.safetensors, with what the speculators
+library says of its own formats."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 DRAFT_LEN = 4
-"""Draft tokens that the checkpoint proposes to other servers."""
+"""Draft tokens that acceptance is measured with, and that a checkpoint proposes to other
+servers where its kind has no number of its own."""
 
 
 def write_head(
@@ -32,22 +34,20 @@ def write_head(
     if len(ids) < target_vocab:
         stored["d2t"] = ids - torch.arange(len(ids))
         stored["t2d"] = known
-    proposal = {
-        "proposal_type": "greedy",
-        "speculative_tokens": DRAFT_LEN,
-        "verifier_accept_k": 1,
-        "accept_tolerance": 0.0,
-    }
-    config = {
-        **settings,
-        "dtype": str(dtype).removeprefix("torch."),
-        "speculators_config": {
-            "algorithm": "eagle3",
+    config = {**settings, "dtype": str(dtype).removeprefix("torch.")}
+    if "speculators_model_type" in settings:
+        proposal = {
+            "proposal_type": "greedy",
+            "speculative_tokens": settings.get("block_size", DRAFT_LEN),
+            "verifier_accept_k": 1,
+            "accept_tolerance": 0.0,
+        }
+        config["speculators_config"] = {
+            "algorithm": settings["speculators_model_type"],
             "default_proposal_method": "greedy",
             "proposal_methods": [proposal],
             "verifier": {"name_or_path": target_name, "architectures": []},
-        },
-    }
+        }
     folder.mkdir(parents=True, exist_ok=True)
     writing = folder / ".writing"
     shutil.rmtree(writing, ignore_errors=True)

@@ -1,8 +1,9 @@
 """What a head sees of its target, and what it shall guess: computed once, kept beside the ids.
 
-Of each token of a conversation: the target's hidden states after the head's layers, in bfloat16,
-and its likeliest next tokens with their probabilities. Each part of a conversation folder has a
-part here, which appears whole or not at all.
+Of each token of a conversation: the target's hidden states after the head's layers, in bfloat16 (of
+the last layer those before the norm, as heads are served), and its likeliest next tokens with their
+probabilities. Each part of a conversation folder has a part here, which appears whole or not at
+all.
 """
 
 from __future__ import annotations
@@ -13,11 +14,14 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
+from replicas.errors import TrainingRefused
 from replicas.training.conversations import Conversation, ConversationFolder, read_part
 
 LIKELY = 64
@@ -55,7 +59,8 @@ class FeatureFolder:
         aux_layers: Sequence[int],
         stopped: Callable[[], bool] = lambda: False,
     ) -> Iterator[int]:
-        """Compute what is missing; tokens done after each pass. Raises OSError."""
+        """Compute what is missing; tokens done after each pass. Raises OSError, and TrainingRefused
+        where the last layer is asked for and cannot be told."""
         for part in conversations.parts:
             made = self.folder / part.stem
             if made.is_dir():
@@ -149,8 +154,11 @@ def _write(
         for at, row in enumerate(rows):
             tokens[at, : lengths[row]] = torch.tensor(conversations[row].ids)
         # Padding stands behind, where causal attention of the others does not see it.
-        out = target(tokens.to(target.device), use_cache=False, output_hidden_states=True)
-        states = torch.cat([out.hidden_states[layer] for layer in aux_layers], -1)
+        last = int(target.config.num_hidden_layers)
+        with _heard(target, last in aux_layers) as heard:
+            out = target(tokens.to(target.device), use_cache=False, output_hidden_states=True)
+        seen = (heard[0] if layer == last else out.hidden_states[layer] for layer in aux_layers)
+        states = torch.cat(list(seen), -1)
         for at, row in enumerate(rows):
             begin, count = begins[row], lengths[row]
             logits = out.logits[at, :count].float()
@@ -168,6 +176,27 @@ def _write(
             return
     for array in arrays.values():
         array.flush()
+
+
+@contextlib.contextmanager
+def _heard(target: PreTrainedModel, listen: bool) -> Iterator[list[torch.Tensor]]:
+    """What the last layer puts out: transformers' own last hidden states have passed the norm."""
+    heard: list[torch.Tensor] = []
+    if not listen:
+        yield heard
+        return
+    layers: Any = getattr(target.base_model, "layers", None)
+    if layers is None:
+        raise TrainingRefused(f"target: {type(target).__name__} has no layers to look behind")
+
+    def hear(layer: nn.Module, inputs: Any, states: Any) -> None:
+        heard.append(states[0] if isinstance(states, tuple) else states)
+
+    hook = layers[-1].register_forward_hook(hear)
+    try:
+        yield heard
+    finally:
+        hook.remove()
 
 
 def _passes(lengths: Sequence[int]) -> Iterator[list[int]]:

@@ -20,7 +20,7 @@ from torch import nn
 
 from replicas.training.batches import Item, batch_of, epoch_batches
 from replicas.training.features import FeatureFolder
-from replicas.training.head import Batch, TrainableHead, Unrolled
+from replicas.training.methods import Batch, TrainableHead, Unrolled
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,9 @@ class TrainSettings:
     batch_tokens: int = 2048
     """Of a step, of one worker."""
     unroll: int = 4
+    """Draft tokens that the head learns together."""
     step_weight: float = 0.8
-    """What a step of the unrolled pass counts, of the step before."""
+    """What a draft token counts, of the one before."""
     rate: float = 1e-3
     warmup: int = 40
     decay: float = 0.2
@@ -122,7 +123,7 @@ class Training:
         loss = torch.zeros((), device=self._device)
         if own:
             with self._precision():
-                out = self.head(self._batch(own), weights)
+                out = self.head(self._batch(own), weights, progress.step)
                 loss = out.loss / whole
             loss.backward()
         loss = self._summed(loss.detach())

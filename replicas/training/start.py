@@ -17,27 +17,27 @@ from transformers import PreTrainedModel
 from replicas.training.batches import Item
 from replicas.training.conversations import Conversation
 from replicas.training.features import FeatureFolder
-from replicas.training.head import TrainableHead
-from replicas.training.new_head import frequent_tokens, head_settings, new_config, new_tensors
+from replicas.training.methods import METHODS, Method, TrainableHead, Weights, frequent_tokens
 
-_IDS, _EMBEDDINGS = "ids", "embeddings"
+_IDS, _FROZEN = "ids", "frozen."
 
 
 @dataclass(frozen=True)
 class Start:
     """A new head of a target."""
 
+    method: str
     settings: dict[str, Any]
-    """`config.json`, in the speculators format."""
-    tensors: dict[str, torch.Tensor]
+    """`config.json` of its checkpoint."""
+    weights: Weights
     ids: torch.Tensor  # [draft vocabulary], int64
-    embeddings: torch.Tensor  # [target's vocabulary, width]
     coverage: float
     """Share of the answers' tokens that the head can draft."""
 
     @classmethod
     def of(
         cls,
+        method: Method,
         target: PreTrainedModel,
         draft_vocab: int,
         intermediate_size: int,
@@ -47,26 +47,29 @@ class Start:
         seed: int,
     ) -> Start:
         """Raises TrainingRefused."""
-        settings = head_settings(target.config, draft_vocab, intermediate_size)
-        config = new_config(settings, target.config)
-        ids, coverage = frequent_tokens(conversations, draft_vocab, config.target_vocab)
+        settings = method.settings(target.config, draft_vocab, intermediate_size)
+        ids, coverage = frequent_tokens(conversations, draft_vocab, int(target.config.vocab_size))
         states = features.read(items[0].part, items[0].index).hidden.float()
         # The first tokens' states are far from all others' in many models.
-        states = states[len(states) // 2 :, -config.target_width :]
+        states = states[len(states) // 2 :, -int(target.config.hidden_size) :]
         typical = float(states.square().mean().sqrt().clamp(min=1e-6))
-        tensors = new_tensors(config, target, ids, typical, seed)
-        embeddings = target.get_input_embeddings().weight.detach().float().cpu()
-        return cls(settings, tensors, ids, embeddings, coverage)
+        return cls(
+            method.name, settings, method.new(settings, target, ids, typical, seed), ids, coverage
+        )
 
     def head(self, target: Any) -> TrainableHead:
         """`target`: transformers' config."""
-        config = new_config(self.settings, target)
-        return TrainableHead(config, self.tensors, self.ids, self.embeddings)
+        return METHODS[self.method].head(self.settings, target, self.weights, self.ids)
 
     def write(self, path: Path) -> None:
-        whole = {**self.tensors, _IDS: self.ids, _EMBEDDINGS: self.embeddings}
+        frozen = {_FROZEN + name: value for name, value in self.weights.frozen.items()}
+        whole = {**self.weights.tensors, **frozen, _IDS: self.ids}
         part = path.with_suffix(".part")
-        said = {"settings": json.dumps(self.settings), "coverage": repr(self.coverage)}
+        said = {
+            "method": self.method,
+            "settings": json.dumps(self.settings),
+            "coverage": repr(self.coverage),
+        }
         save_file({name: each.contiguous() for name, each in whole.items()}, part, metadata=said)
         part.rename(path)
 
@@ -74,10 +77,16 @@ class Start:
     def read(cls, path: Path) -> Start:
         with safe_open(path, "pt") as opened:
             said = opened.metadata()
-            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-        ids, embeddings = tensors.pop(_IDS), tensors.pop(_EMBEDDINGS)
+            found = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+        ids = found.pop(_IDS)
+        frozen = {
+            name.removeprefix(_FROZEN): value
+            for name, value in found.items()
+            if name.startswith(_FROZEN)
+        }
+        tensors = {name: each for name, each in found.items() if not name.startswith(_FROZEN)}
         settings, coverage = json.loads(said["settings"]), float(said["coverage"])
-        return cls(settings, tensors, ids, embeddings, coverage)
+        return cls(said["method"], settings, Weights(tensors, frozen), ids, coverage)
 
 
 def native_bfloat16(device: torch.device) -> bool:

@@ -2,4 +2,4 @@
 tokens at once from hidden states of the target."""
 
 from replicas.drafters.one_pass.drafter import OnePassDrafter, OnePassSource
-from replicas.drafters.one_pass.head_config import OnePassConfig
+from replicas.drafters.one_pass.head_config import MASK, OnePassConfig, one_pass_config

@@ -16,8 +16,10 @@ import pytest
 from cluster.training import report
 from cluster.training.job import Job, Outcome
 from cluster.training.settings import JobSettings, make_room
-from replicas.config import ReplicaConfig
+from replicas.config import ReplicaConfig, SpeculativeConfig
+from replicas.drafters import draft_source
 from replicas.errors import TrainingRefused
+from replicas.training import METHODS
 from tests.cluster.training.targets import save_data, save_target
 
 HEAD = "model.safetensors"
@@ -55,9 +57,12 @@ def settings(tmp_path: Path) -> JobSettings:
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("method", METHODS)
 def test_an_interrupted_run_ends_with_the_head_of_an_undisturbed_one(
-    settings: JobSettings, target: str
+    settings: JobSettings, target: str, method: str
 ) -> None:
+    draft_vocab = settings.draft_vocab if METHODS[method].prunes else None
+    settings = replace(settings, method=method, draft_vocab=draft_vocab)
     with pytest.raises(KeyboardInterrupt):
         job(settings, target, Interrupting(at=5)).run()
     with pytest.raises(TrainingRefused, match=r"^out: .*--resume"):
@@ -73,18 +78,18 @@ def test_an_interrupted_run_ends_with_the_head_of_an_undisturbed_one(
     job(other, target).run()
     assert (other.out / HEAD).read_bytes() == (settings.out / HEAD).read_bytes()
     check_report(settings.out, job(on, target), outcome)
-    with pytest.raises(TrainingRefused, match=r"^draft_vocab: the run to resume has 48, not 32"):
-        job(replace(on, draft_vocab=32), target).run()
+    with pytest.raises(TrainingRefused, match=r"^intermediate_size: the run to resume has 48, not"):
+        job(replace(on, intermediate_size=32), target).run()
 
 
 def check_report(out: Path, made: Job, outcome: Outcome) -> None:
     report.write_report(out, "lockstep train-drafter", made, outcome)
-    said = json.loads((out / "config.json").read_text())
-    assert said["speculators_model_type"] == "eagle3"
+    head = SpeculativeConfig(method=outcome.plan.method, model=str(out))
+    assert draft_source(ReplicaConfig(speculative_config=head), made.target) is not None
     page = (out / "report.html").read_text()
     assert page.count("<svg") == 1
     assert "http" not in page.partition("<svg")[0], "nothing is loaded"
-    assert "eagle3" in (out / "README.md").read_text()
+    assert f'"method": "{outcome.plan.method}"' in (out / "README.md").read_text()
     figures = json.loads((out / "training.json").read_text())
     assert figures["history"][-1]["step"] == outcome.plan.train.steps
     assert outcome.acceptance.steps > 0
@@ -95,6 +100,8 @@ def test_what_cannot_be_trained_is_refused(
 ) -> None:
     with pytest.raises(TrainingRefused, match=r"^draft_vocab: 9000, and the target has 64 tokens"):
         job(replace(settings, draft_vocab=9000), target).run()
+    with pytest.raises(TrainingRefused, match=r"^draft_vocab: a Clover-2 head drafts all tokens"):
+        job(replace(settings, method="clover"), target).run()
     with pytest.raises(TrainingRefused, match=r"^cache_gib: 1e-07 GiB"):
         job(replace(settings, cache_gib=1e-7), target).run()
     with pytest.raises(TrainingRefused, match=r"^resume: .* has no run"):

@@ -15,6 +15,7 @@ import torch
 
 from cluster.training.workers import CHECKPOINT, train_over_ray
 from replicas.training import (
+    METHODS,
     ConversationFolder,
     FeatureFolder,
     Start,
@@ -37,7 +38,7 @@ def prepared(root: Path) -> tuple[Start, FeatureFolder]:
     features = FeatureFolder(root / "features", len(LAYERS) * target.config.hidden_size)
     for _ in features.fill(folder, target, LAYERS):
         pass
-    start = Start.of(target, 61, 48, folder, features, divided(folder)[0], 0)
+    start = Start.of(METHODS["eagle3"], target, 61, 48, folder, features, divided(folder)[0], 0)
     start.write(root / "start")
     return start, features
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from replicas.drafters.eagle3 import eagle3_config
-from replicas.training.head import Batch, TrainableHead
-from replicas.training.loss import soft_cross_entropy
+from replicas.training.methods.eagle3 import Eagle3Head
+from replicas.training.methods.head import Batch
+from replicas.training.methods.loss import soft_cross_entropy
 from tests.replicas.heads import TARGET_VOCAB, plain_head, said, tensors_of
 from tests.tiny_pairs import target_model
 
@@ -24,7 +25,7 @@ WIRINGS = [
 STEPS = 4
 
 
-def made(wiring: dict[str, Any]) -> tuple[TrainableHead, dict[str, torch.Tensor], torch.Tensor]:
+def made(wiring: dict[str, Any]) -> tuple[Eagle3Head, dict[str, torch.Tensor], torch.Tensor]:
     """A random head, its tensors with `d2t`, the target's embeddings."""
     target = target_model("llama")
     settings = {key: value for key, value in wiring.items() if key != "kind"}
@@ -34,7 +35,8 @@ def made(wiring: dict[str, Any]) -> tuple[TrainableHead, dict[str, torch.Tensor]
     ids = torch.arange(config.vocab_size) + tensors["d2t"]
     embeddings = target.get_input_embeddings().weight.detach()
     floats = {name: tensors[name] for name in config.tensors}
-    return TrainableHead(config, floats, ids, embeddings), tensors, embeddings
+    head = Eagle3Head(config, floats, {"embed_tokens.weight": embeddings}, ids)
+    return head, tensors, embeddings
 
 
 def batch_of(rows: list[list[int]], answers: list[int], hidden: list[torch.Tensor]) -> Batch:
@@ -91,7 +93,7 @@ def test_the_gradient_of_the_loss_is_that_of_plain_cross_entropy() -> None:
     ids = torch.stack([torch.randperm(20, generator=generator)[:5] for _ in range(7)])
     chances = torch.rand((7, 5), generator=generator) / 5
     chances[2, 3] = 0.0
-    loss, guessed = soft_cross_entropy(x, weight, ids, chances)
+    loss, guessed, _ = soft_cross_entropy(x, weight, ids, chances)
     (loss * 0.5).backward()
     found = x.grad, weight.grad
     x.grad = weight.grad = None

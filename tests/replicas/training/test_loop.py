@@ -4,6 +4,7 @@ bit, what an undisturbed run has, and two processes compute what one does with t
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
@@ -15,9 +16,9 @@ import torch.multiprocessing as mp
 from replicas.training.batches import divided, epoch_batches
 from replicas.training.conversations import Conversation, ConversationFolder, DrawCounts
 from replicas.training.features import FeatureFolder
-from replicas.training.head import TrainableHead
 from replicas.training.loop import Training, TrainSettings
-from replicas.training.new_head import frequent_tokens, head_settings, new_config, new_tensors
+from replicas.training.methods import METHODS
+from replicas.training.start import Start
 from tests.tiny_pairs import VOCAB, target_model
 
 SETTINGS = TrainSettings(steps=14, batch_tokens=200, warmup=3, rate=3e-3)
@@ -39,34 +40,37 @@ def drawn(folder: Path, count: int = 60) -> ConversationFolder:
     return made
 
 
-def training(root: Path, settings: TrainSettings = SETTINGS) -> Training:
-    target = copy.deepcopy(target_model("llama"))
-    said = head_settings(target.config, 61, 48)
-    config = new_config(said, target.config)
+def training(root: Path, settings: TrainSettings = SETTINGS, method: str = "eagle3") -> Training:
+    target, kind = copy.deepcopy(target_model("llama")), METHODS[method]
+    layers = kind.aux_layers(target.config.num_hidden_layers)
     folder = ConversationFolder(root / "ids")
     if not folder.parts:
         drawn(root / "ids")
-    features = FeatureFolder(root / "features", len(config.aux_layers) * config.target_width)
-    for _ in features.fill(folder, target, config.aux_layers):
+    name = "features-" + "-".join(map(str, layers))
+    features = FeatureFolder(root / name, len(layers) * target.config.hidden_size)
+    for _ in features.fill(folder, target, layers):
         pass
     items, _ = divided(folder)
-    ids, _ = frequent_tokens(folder, 61, VOCAB)
-    tensors = new_tensors(config, target, ids, 1.0)
-    head = TrainableHead(config, tensors, ids, target.get_input_embeddings().weight)
-    return Training(head, features, items, settings)
+    vocab = 61 if kind.prunes else VOCAB
+    start = Start.of(kind, target, vocab, 48, folder, features, items, 0)
+    head = start.head(target.config)
+    return Training(head, features, items, replace(settings, unroll=kind.unroll))
 
 
-def test_a_run_from_a_checkpoint_has_the_weights_of_an_undisturbed_one(tmp_path: Path) -> None:
-    whole = training(tmp_path)
+@pytest.mark.parametrize("method", METHODS)
+def test_a_run_from_a_checkpoint_has_the_weights_of_an_undisturbed_one(
+    tmp_path: Path, method: str
+) -> None:
+    whole = training(tmp_path, method=method)
     losses = [whole.step() for _ in range(SETTINGS.steps)]
     assert losses[-1] < losses[0]
     assert whole.progress.epoch > 0, "it goes through an epoch's end"
     for at in (1, 6, 7, 13):
-        first = training(tmp_path)
+        first = training(tmp_path, method=method)
         before = [first.step() for _ in range(at)]
         first.save(tmp_path / "checkpoint")
         first.step()  # lost
-        second = training(tmp_path)
+        second = training(tmp_path, method=method)
         second.load(tmp_path / "checkpoint")
         after = [second.step() for _ in range(SETTINGS.steps - at)]
         assert before + after == losses
@@ -87,11 +91,14 @@ def test_an_epoch_has_each_conversation_once_and_no_held_out_one(tmp_path: Path)
 
 
 @pytest.mark.long
-def test_two_processes_compute_what_one_does_with_twice_the_batch(tmp_path: Path) -> None:
-    doubled = TrainSettings(**{**vars(SETTINGS), "batch_tokens": 2 * SETTINGS.batch_tokens})
-    one = training(tmp_path, doubled)
+@pytest.mark.parametrize("method", METHODS)
+def test_two_processes_compute_what_one_does_with_twice_the_batch(
+    tmp_path: Path, method: str
+) -> None:
+    doubled = replace(SETTINGS, batch_tokens=2 * SETTINGS.batch_tokens)
+    one = training(tmp_path, doubled, method)
     expected = [one.step() for _ in range(6)]
-    mp.spawn(_worker, (str(tmp_path),), nprocs=2)
+    mp.spawn(_worker, (str(tmp_path), method), nprocs=2)
     found = [torch.load(tmp_path / f"of {rank}") for rank in range(2)]
     for losses, _ in found:
         assert losses == pytest.approx(expected, rel=1e-5)
@@ -99,11 +106,11 @@ def test_two_processes_compute_what_one_does_with_twice_the_batch(tmp_path: Path
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def _worker(rank: int, root: str) -> None:
+def _worker(rank: int, root: str, method: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{root}/meeting", rank=rank, world_size=2)
     try:
-        made = training(Path(root))
+        made = training(Path(root), method=method)
         losses = [made.step() for _ in range(6)]
         torch.save((losses, made.head.tensors()), Path(root) / f"of {rank}")
     finally:

@@ -8,95 +8,37 @@ instead, and attends to the target's states up to slot i - j and to its own ones
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
-from torch import nn
-from torch.nn.functional import embedding, linear, pad, rms_norm, silu
+from torch.nn.functional import embedding, linear, pad, silu
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from replicas.drafters import LAYER, Eagle3Config
-from replicas.training.loss import soft_cross_entropy
+from replicas.training.methods.head import Batch, TrainableHead, Unrolled, rotated
+from replicas.training.methods.loss import soft_cross_entropy
 
 _ATTENTION, _MLP = LAYER + "self_attn.", LAYER + "mlp."
+EMBEDDINGS = "embed_tokens"
+"""The target's, beside the head's own weights."""
 
 
-@dataclass(frozen=True)
-class Batch:
-    """Conversations side by side. Of each the slots [0, lengths) are its own; those of `answers`
-    are where the head guesses."""
+class Eagle3Head(TrainableHead):
+    config: Eagle3Config
 
-    tokens: torch.Tensor  # [rows, slots], int64: at slot i the token at i + 1
-    hidden: torch.Tensor  # [rows, slots, aux layers * target's width]
-    answers: torch.Tensor  # [rows, answer], int64: slots, rising; the last one repeated at the end
-    guesses: torch.Tensor  # [rows, answer], bool: no repetition
-    likely: torch.Tensor  # [rows, answer, n], int64: ids of the target's likeliest tokens at i + 2
-    chances: torch.Tensor  # [rows, answer, n], float32: their probabilities
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._rotary: Any = LlamaRotaryEmbedding(self.config.layer)
+        self._scale = self.config.head_dim**-0.5
 
-    def to(self, device: torch.device) -> Batch:
-        return Batch(*(getattr(self, field.name).to(device) for field in fields(self)))
-
-
-@dataclass(frozen=True)
-class Unrolled:
-    """What came of a batch."""
-
-    loss: torch.Tensor
-    """Sum over slots and steps, weighted."""
-    losses: torch.Tensor  # [steps]: sums over slots, without gradient
-    slots: torch.Tensor  # [steps]: how many
-    right: torch.Tensor  # [steps, rows, answer], bool
-    """Whether the likeliest token of the head is the target's."""
-    accepted: torch.Tensor  # [steps]
-    """In how many slots the drafts up to this step are all right, of a draft that began j slots
-    before in step j."""
-
-
-class TrainableHead(nn.Module):
-    embeddings: torch.Tensor
-    ids: torch.Tensor
-    own_ids: torch.Tensor
-    """By the target's id: the head's, or -1."""
-
-    def __init__(
-        self,
-        config: Eagle3Config,
-        tensors: dict[str, torch.Tensor],
-        ids: torch.Tensor,  # [draft vocabulary], int64: the target's ids, rising
-        embeddings: torch.Tensor,  # [target's vocabulary, width]
-    ) -> None:
-        super().__init__()
-        self.config = config
-        self.weights = nn.ParameterDict(
-            {_key(name): nn.Parameter(value.float().clone()) for name, value in tensors.items()}
-        )
-        self.register_buffer("embeddings", embeddings.detach().float(), persistent=False)
-        of_target = torch.full((config.target_vocab,), -1, dtype=torch.int64)
-        of_target[ids] = torch.arange(len(ids))
-        self.register_buffer("ids", ids, persistent=False)
-        self.register_buffer("own_ids", of_target, persistent=False)
-        self._rotary: Any = LlamaRotaryEmbedding(config.layer)
-        self._scale = config.head_dim**-0.5
-
-    @property
-    def _found(self) -> dict[str, torch.Tensor]:
-        return {_name(key): value for key, value in self.weights.items()}
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """As `Eagle3Config.tensors` names them."""
-        return {_name(key): value.detach() for key, value in self.weights.items()}
-
-    def forward(self, batch: Batch, step_weights: tuple[float, ...]) -> Unrolled:
-        """One step for each weight."""
-        own = self.own_ids[batch.likely]
-        chances = batch.chances.masked_fill(own < 0, 0.0)
-        own = own.clamp(min=0)
-        best = self.own_ids[batch.likely[..., 0]]
+    def forward(self, batch: Batch, step_weights: tuple[float, ...], at: int = 0) -> Unrolled:
+        own, chances, best = self._targets(batch)
 
         device = batch.tokens.device
         rows = torch.arange(batch.tokens.shape[0], device=device)[:, None]
-        embedded = self._norm(embedding(batch.tokens, self.embeddings), LAYER + "input_layernorm")
+        embedded = self._norm(
+            embedding(batch.tokens, self._weight(EMBEDDINGS)), LAYER + "input_layernorm"
+        )
         fused = self._fused(batch.hidden)
         slots = batch.tokens.shape[1]
         positions = torch.arange(slots, device=device)
@@ -105,10 +47,10 @@ class TrainableHead(nn.Module):
 
         # Queries are needed in the answers only; keys and values of the target's states everywhere.
         answers = batch.answers
-        part, at = embedded[rows, answers], (cos[answers], sin[answers])
+        part, turn = embedded[rows, answers], (cos[answers], sin[answers])
         normed = self._norm(fused, LAYER + "hidden_norm")
         first_key, first_value = self._keys_values(embedded, normed, (cos, sin))
-        of_embedded = {letter: self._half(part, letter, 0) + self._bias(letter) for letter in "qkv"}
+        of_embedded = {letter: self._half(part, letter, 0) for letter in "qkv"}
         hidden = fused[rows, answers]
         own_states: list[tuple[torch.Tensor, torch.Tensor]] = []
         loss = fused.new_zeros(())
@@ -120,8 +62,8 @@ class TrainableHead(nn.Module):
                 hidden = pad(hidden, (0, 0, 1, 0))[:, :-1]
                 guesses = guesses & pad(guesses, (1, 0))[:, :-1]
             normed = self._norm(hidden, LAYER + "hidden_norm")
-            query = self._rotated(
-                self._heads(of_embedded["q"] + self._half(normed, "q", 1), "q_norm"), at
+            query = rotated(
+                self._heads(of_embedded["q"] + self._half(normed, "q", 1), "q_norm"), turn
             )
             if step:
                 key, value = (
@@ -131,7 +73,7 @@ class TrainableHead(nn.Module):
                     )
                     for letter in "kv"
                 )
-                own_states.append((self._rotated(key, at), value))
+                own_states.append((rotated(key, turn), value))
             attended = self._attend(query, first_key, first_value, own_states, answers, positions)
             residual = normed if self.config.norm_before_residual else hidden
             x = self._linear(attended, _ATTENTION + "o_proj") + residual
@@ -141,7 +83,7 @@ class TrainableHead(nn.Module):
             out = self._norm(x, "norm")
             hidden = out if self.config.norm_output else x
 
-            sums, guessed = soft_cross_entropy(
+            sums, guessed, _ = soft_cross_entropy(
                 out[guesses], self._weight("lm_head"), own[guesses], chances[guesses]
             )
             loss = loss + weight * sums
@@ -202,7 +144,7 @@ class TrainableHead(nn.Module):
         both = torch.cat((embedded, normed), -1)
         key = self._heads(self._linear(both, _ATTENTION + "k_proj"), "k_norm")
         value = self._heads(self._linear(both, _ATTENTION + "v_proj"), "")
-        return self._rotated(key, at), value
+        return rotated(key, at), value
 
     def _fused(self, hidden: torch.Tensor) -> torch.Tensor:
         width = self.config.target_width
@@ -227,32 +169,9 @@ class TrainableHead(nn.Module):
         groups = config.num_attention_heads // config.num_key_value_heads
         return x.transpose(1, 2).repeat_interleave(groups, 1)
 
-    def _rotated(self, x: torch.Tensor, at: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        low, high = x.chunk(2, -1)
-        return x * at[0] + torch.cat((-high, low), -1) * at[1]
-
     def _half(self, x: torch.Tensor, letter: str, number: int) -> torch.Tensor:
-        """What one half of a projection's input adds: the embedding's, or the hidden state's."""
-        weight = self._weight(f"{_ATTENTION}{letter}_proj")
-        return linear(x, weight.chunk(2, 1)[number])
-
-    def _bias(self, letter: str) -> torch.Tensor | float:
-        return self._found.get(f"{_ATTENTION}{letter}_proj.bias", 0.0)
-
-    def _linear(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        return linear(x, self._weight(name), self._found.get(f"{name}.bias"))
-
-    def _weight(self, name: str) -> torch.Tensor:
-        return self._found[f"{name}.weight"]
-
-    def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        weight = self._weight(name)
-        return rms_norm(x.float(), weight.shape, weight, self.config.eps)
-
-
-def _key(name: str) -> str:
-    return name.replace(".", "/")
-
-
-def _name(key: str) -> str:
-    return key.replace("/", ".")
+        """What one half of a projection's input adds: the embedding's, with the bias, or the hidden
+        state's."""
+        name = f"{_ATTENTION}{letter}_proj"
+        weight = self._weight(name).chunk(2, 1)[number]
+        return linear(x, weight, None if number else self._bias(name))
