@@ -111,6 +111,10 @@ class ParallelReplica:
         self._compare(_committed(result), _DONE_S)
         return result
 
+    def draft_ahead(self, batch: Batch) -> None:
+        """As `Replica.draft_ahead`: rank 0 drafts for all."""
+        self.replica.draft_ahead(batch)
+
     def release(self, sequence_ids: Iterable[str]) -> None:
         """As `Replica.release`; raises ReplicaBroken."""
         here, drafter = self.replica.residents, self.replica.drafter
