@@ -170,9 +170,10 @@ class DraftPolicy:
         choices = range(known.most + 1) if known.fixed is None else [known.fixed]
         kv, likely = _kv_of(rows) // len(rows), sum(self._acceptance.of(rows)) / len(rows)
         tokens = list(accumulate([likely**position for position in range(choices[-1] + 1)]))
+        # A batch of all rows has several steps, so no round trip counts.
         one_s = table.steps_s(whole, choices[-1], whole * kv)
         two_s = table.turns_s(turn, choices[-1], turn * kv, idle_s)
-        one = max([whole * tokens[k] / (one_s[k] + idle_s) for k in choices])
+        one = max([whole * tokens[k] / one_s[k] for k in choices])
         return max([turn * tokens[k] / two_s[k] for k in choices]) > TURNS_GAIN * one
 
     def prefill_tokens(self, replica_id: str, stepping_rows: int, most: int, begin: int = 0) -> int:

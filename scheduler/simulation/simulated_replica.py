@@ -247,6 +247,7 @@ class SimulatedReplica:
     def fail(self, batch: Batch) -> None:
         """The batch could not be run: rows of a prefill are gone, others are as before."""
         self._let_go(batch)
+        self._drafted_s.pop(batch.id, None)
         for row in batch.prefill:
             self._remove(row.sequence_id)
             self._failed.add(row.sequence_id)
