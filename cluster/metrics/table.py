@@ -51,11 +51,11 @@ METRICS: Mapping[str, Metric] = {
     ),
     "lockstep_cached_tokens": Metric(
         "Counter",
-        "Those of them that an earlier request with the same prefix had computed.",
+        "Prompt tokens of finished requests that were found in the prefix cache.",
         vllm=("prefix_cache_hits",),
     ),
     "lockstep_requests_recovered": Metric(
-        "Counter", "Times that a request lost its place on a replica and was prefilled again."
+        "Counter", "Times that a request lost its replica and was prefilled again."
     ),
     "lockstep_sequences_preempted": Metric(
         "Counter",
@@ -63,11 +63,11 @@ METRICS: Mapping[str, Metric] = {
         vllm=("num_preemptions",),
     ),
     "lockstep_sequences_moved": Metric(
-        "Counter", "Sequences moved to a replica with fewer of them."
+        "Counter", "Sequences moved to a replica with fewer sequences."
     ),
     "lockstep_drafts": Metric(
         "Counter",
-        "Steps of rows of finished requests that asked for draft tokens.",
+        "Steps with draft tokens, counted per row, of finished requests.",
         vllm=("spec_decode_num_drafts",),
     ),
     "lockstep_draft_tokens": Metric(
@@ -90,7 +90,7 @@ METRICS: Mapping[str, Metric] = {
         "Gauge", "Requests that wait for a replica.", vllm=("num_requests_waiting",)
     ),
     "lockstep_waiting_tokens": Metric(
-        "Gauge", "Tokens, prompt and limit, of the requests that wait."
+        "Gauge", "Prompt and maximum new tokens of the requests that wait."
     ),
     "lockstep_outstanding_tokens": Metric(
         "Gauge", "Tokens that accepted requests are still expected to commit."
@@ -103,18 +103,18 @@ METRICS: Mapping[str, Metric] = {
     "lockstep_kv_blocks_free": Metric("Gauge", "Free KV blocks of all replicas."),
     "lockstep_kv_usage": Metric(
         "Gauge",
-        "Share of the KV blocks that are reserved, from 0 to 1.",
+        "Reserved share of the KV blocks, from 0 to 1.",
         vllm=("kv_cache_usage_perc",),
     ),
     "lockstep_acceptance": Metric(
-        "Gauge", "Accepted over draft tokens, of the replicas that are there now."
+        "Gauge", "Acceptance rate: accepted over draft tokens, of the present replicas."
     ),
     "lockstep_batch_spread": Metric(
-        "Gauge", "Longest minus shortest row of a batch, mean over the replicas that are there now."
+        "Gauge", "Longest minus shortest row of a batch, mean over the present replicas."
     ),
     "lockstep_queue_seconds": Metric(
         "Histogram",
-        "From a pool's acceptance to the first replica.",
+        "From the acceptance of a request by the pool to its first replica.",
         bounds=_ANSWER_S,
         vllm=("request_queue_time_seconds",),
     ),
@@ -150,11 +150,11 @@ METRICS: Mapping[str, Metric] = {
         vllm=("e2e_request_latency_seconds",),
     ),
     "lockstep_audited_requests": Metric(
-        "Counter", "Finished requests that were decoded again by the target alone."
+        "Counter", "Audited requests: finished requests that the target alone decoded again."
     ),
-    "lockstep_audited_tokens": Metric("Counter", "Their tokens that were compared."),
+    "lockstep_audited_tokens": Metric("Counter", "Tokens of audited requests that were compared."),
     "lockstep_audit_mismatches": Metric(
-        "Counter", "Requests of them whose output was not the target's. Any is a fault."
+        "Counter", "Audited requests whose output was not the target's. Any is a fault."
     ),
     "lockstep_calls_refused": Metric(
         "Counter", "Calls refused by a frontend or the pool, by status code.", ("status",)

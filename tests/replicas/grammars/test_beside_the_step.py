@@ -6,23 +6,23 @@ with the tokens that it would have had.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import pytest
 
-from cluster.local.engine import LocalEngine
+from cluster.local.engine import LocalEngine, Output
 from replicas.grammars import GrammarError, Grammars, GrammarState, grammar_of, state
 from replicas.replica import Replica
 from scheduler.config import SchedulerConfig
 from scheduler.decoding import Decoding
-from scheduler.messages import FinishReason, Request
+from scheduler.messages import FinishReason, Request, TokenLogprobs
 from tests.oracle.drafters import replica_of
 from tests.oracle.test_decoding import EOS, tokenizer
 from tests.oracle.worlds import mixed_requests
 from tests.tiny_pairs import VOCAB
 
-COSTLY = grammar_of("regex", ["[a-f]{9}x*"])
+COSTLY = grammar_of("regex", ["[ -~]{9}x*"])
 QUICK = grammar_of("regex", ["[0-9]{5}[a-z]*"])
 
 
@@ -40,10 +40,12 @@ class Held(Grammars):
 
 
 def requests() -> list[Request]:
-    """A costly one, and a quick and a plain one that end earlier."""
+    """A costly one, which also hangs on what it has committed, and a quick and a plain one that
+    end earlier."""
+    told = {"presence_penalty": 2.0, "logprobs": 1}
     costly, quick, plain = mixed_requests(VOCAB, 3, seed=3, new=(16,))
     return [
-        replace(costly, decoding=Decoding(len(costly.prompt), grammar=COSTLY)),
+        replace(costly, decoding=Decoding(len(costly.prompt), grammar=COSTLY, **told)),
         replace(quick, decoding=Decoding(len(quick.prompt), grammar=QUICK, logprobs=1)),
         plain,
     ]
@@ -55,9 +57,15 @@ def engine(grammars: Grammars, drafter: str) -> LocalEngine:
     return LocalEngine(replica, SchedulerConfig(rows_max=8, draft_len=3), check=True)
 
 
-def undisturbed(drafter: str) -> list[list[int]]:
-    made = engine(Grammars(tokenizer(), [EOS], VOCAB), drafter)
-    return [output.tokens for output in made.generate(requests())]
+Said = tuple[list[int], list[TokenLogprobs]]
+
+
+def said(outputs: Iterable[Output]) -> list[Said]:
+    return [(output.tokens, output.logprobs) for output in outputs]
+
+
+def undisturbed(drafter: str) -> list[Said]:
+    return said(engine(Grammars(tokenizer(), [EOS], VOCAB), drafter).generate(requests()))
 
 
 @pytest.mark.parametrize("drafter", ["model", "suffix", "eagle3"])
@@ -74,7 +82,7 @@ def test_others_end_while_a_grammar_is_compiled_and_its_row_goes_on_afterwards(
     assert not run.error
     held.may.set()
     run.run()
-    assert [output.tokens for output in outputs] == expected
+    assert said(outputs) == expected
     assert outputs[0].reason is FinishReason.LENGTH
 
 
@@ -108,7 +116,7 @@ def test_a_row_whose_masks_are_slow_takes_part_once_they_are_there(
     assert outputs[0].tokens == []
     may.set()
     run.run()
-    assert [output.tokens for output in outputs] == expected
+    assert said(outputs) == expected
 
 
 def test_a_row_whose_masks_take_longer_than_any_may_fails_alone(
@@ -133,7 +141,7 @@ def test_a_grammar_that_cannot_be_compiled_fails_its_row_alone() -> None:
     run = engine(Grammars(tokenizer(), [EOS], VOCAB), "model")
     outputs = run.generate([bad, *others])
     assert outputs[0].reason is FinishReason.FAILED
-    assert [output.tokens for output in outputs[1:]] == undisturbed("model")[1:]
+    assert said(outputs[1:]) == undisturbed("model")[1:]
     assert isinstance(run._runner, Replica)
 
 

@@ -19,10 +19,11 @@ from transformers import (
 )
 
 from replicas.sampling.choice import SamplingBatch, choose, first_best, guess
-from replicas.sampling.noise import NOISE_MOST, gumbel_noise, noise_keys
+from replicas.sampling.noise import NOISE_MOST, Noise, gumbel_noise, noise_keys
 from scheduler.messages import Sampling
 
 CPU = torch.device("cpu")
+take = Noise.take
 DRAWS = 200_000
 PARAMS = [
     Sampling(temperature=1.0, seed=1),
@@ -119,6 +120,26 @@ def test_equal_logits_end_the_search_for_the_nucleus() -> None:
     logits = torch.zeros(1, 50, 8)
     params = [Sampling(temperature=1.0, top_p=1e-46, seed=1)]
     assert chosen(logits, params, torch.arange(50)[None]).shape == (1, 50)
+
+
+def test_a_greedy_batch_has_no_noise_and_one_sampled_row_brings_it() -> None:
+    positions = torch.zeros((2, 1), dtype=torch.int64)
+    greedy, sampled = Sampling(), Sampling(temperature=0.5, seed=1)
+    assert SamplingBatch.of([greedy, greedy], CPU).noise_after(positions) is None
+    assert SamplingBatch.of([greedy, sampled], CPU).noise_after(positions) is not None
+
+
+@pytest.mark.parametrize("filters", [{"min_p": 0.5}, {"top_p": 0.5}, {}])
+def test_noise_of_the_whole_vocabulary_is_made_only_where_a_choice_may_hang_on_it(
+    filters: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = []
+    monkeypatch.setattr(Noise, "take", lambda self, *at: whole.append(at) or take(self, *at))
+    logits = torch.full((1, 1, 4096), -NOISE_MOST / 2)
+    logits[..., 7] = 0.0
+    params = [Sampling(temperature=1.0, seed=3, **filters)]
+    assert 0 <= chosen(logits, params, torch.zeros((1, 1), dtype=torch.int64)) < 4096
+    assert bool(whole) == (not filters), "another token may still win by its noise"
 
 
 def test_rows_taken_from_a_batch_choose_as_in_it() -> None:

@@ -23,15 +23,18 @@ MODELS: dict[str, type[BaseModel]] = {
     "detokenize": Detokenize,
 }
 """By the word for each endpoint."""
+_GENERATING = ["completions", "chat", "responses", "anthropic"]
+"""The endpoints that generate text: the first ones of `MODELS`."""
 _HEAD = (
     "# Parameters of the HTTP API\n",
-    "Every name that clients of OpenAI, vLLM and SGLang send, in three kinds. The table is"
-    " [parameters.py](../cluster/frontend/http_api/bodies/parameters.py);"
-    " `python -m tests.cluster.frontend.http_api.bodies.page` writes this page.\n",
-    "A null asks for nothing, whatever the name. An unknown name that is near a known one is"
-    " refused with a question. Any other unknown name at the top, in a turn or in a tool has no"
-    " effect: the answer names it in the header `x-lockstep-ignored`, and the log once a minute."
-    " With `server.unknown_fields: refuse` it is refused.\n",
+    "This page lists every parameter that clients of OpenAI, vLLM and SGLang send:"
+    " [supported](#supported), [ignored](#ignored) or [refused](#refused).\n",
+    "null has the same meaning as leaving the parameter out. An unknown name that is similar to a"
+    " known one is refused, and the error suggests the known name. Any other unknown name in a"
+    " body, a turn or a tool is ignored: the header `x-lockstep-ignored` of the answer lists it,"
+    " and the log names it once a minute. With `server.unknown_fields: refuse` it is refused.\n",
+    "`python -m tests.cluster.frontend.http_api.bodies.page` writes this page from"
+    " [parameters.py](../cluster/frontend/http_api/bodies/parameters.py).\n",
 )
 
 
@@ -44,17 +47,20 @@ def _of(kind: Kind) -> list[tuple[str, Parameter]]:
 
 
 def _supported() -> Iterator[str]:
-    yield from ("## Supported", "", "| name | for | |", "|---|---|---|")
+    yield from ("## Supported", "", f"*all*: {', '.join(_GENERATING)}.", "")
+    yield from ("| name | endpoints | meaning |", "|---|---|---|")
     for name, entry in _of(Kind.SUPPORTED):
         top, _, inner = name.partition(".")
         wanted = [word for word, model in MODELS.items() if top in model.model_fields]
         if f"{top}." in TOPS:
             wanted, name = [top], inner
+        if wanted[: len(_GENERATING)] == _GENERATING:
+            wanted[: len(_GENERATING)] = ["all"]
         yield f"| `{name}` | {', '.join(wanted)} | {entry.about} |"
 
 
 def _without_effect() -> Iterator[str]:
-    yield from ("", "## Taken, without effect on the output", "")
+    yield from ("", "## Ignored", "", "These parameters change no output.", "")
     whys: dict[str, list[str]] = {}
     for name, entry in _of(Kind.WITHOUT_EFFECT):
         whys.setdefault(entry.about, []).append(name)
@@ -63,11 +69,14 @@ def _without_effect() -> Iterator[str]:
 
 
 def _refused() -> Iterator[str]:
-    yield from ("", "## Refused, but for values that ask for nothing", "")
-    yield from ("| name | such values | instead, or why |", "|---|---|---|")
+    yield from ("", "## Refused", "")
+    yield "These parameters would change the output. Only their neutral values are accepted."
+    yield from ("", "| names | neutral values | why, or what to do instead |", "|---|---|---|")
+    whys: dict[tuple[str, str], list[str]] = {}
     for name, entry in _of(Kind.REFUSED):
         values = _list(json.dumps(value) for value in entry.neutral)
-        yield f"| `{name}` | {values} | {entry.about} |"
+        whys.setdefault((values, entry.about), []).append(name)
+    yield from (f"| {_list(names)} | {values} | {why} |" for (values, why), names in whys.items())
 
 
 def _list(texts: Iterable[str]) -> str:
