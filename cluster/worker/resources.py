@@ -7,6 +7,7 @@ store (see `replicas.parallel.rendezvous`); Ray places them, says whether they l
 
 from __future__ import annotations
 
+import math
 import os
 from typing import Any
 
@@ -42,16 +43,23 @@ def gpus_of(config: ClusterConfig) -> float:
     return (10_000 // replicas_per_gpu) / 10_000
 
 
+def gpus_of_rank_0(config: ClusterConfig, gpus: float) -> float:
+    """The same with the GPU of a draft model that has one of its own, which is a whole one."""
+    apart = (config.replica.drafting.draft_device or "").startswith("cuda")
+    return math.ceil(gpus) + 1.0 if gpus and apart else gpus
+
+
 def placement(config: ClusterConfig, gpus: float) -> dict[str, Any]:
     """Serve's options for a replica of several ranks: a placement group for all of them."""
     ranks = config.replica.tensor_parallel
     if ranks == 1:
         return {}
     bundle = {"CPU": max(config.actors.replica_cpus, _CPUS_LEAST)}
+    first = dict(bundle)
     if gpus:
-        bundle["GPU"] = gpus
+        bundle["GPU"], first["GPU"] = gpus, gpus_of_rank_0(config, gpus)
     return {
-        "placement_group_bundles": [bundle] * ranks,
+        "placement_group_bundles": [first, *[bundle] * (ranks - 1)],
         "placement_group_strategy": config.actors.ranks_strategy,
     }
 
@@ -61,7 +69,7 @@ def surging(config: ClusterConfig, gpus: float) -> ClusterConfig:
     one would wait for ever beside those that it is to replace."""
     surge = config.actors.surge
     if surge is None:
-        needs = {"GPU": gpus, "CPU": config.actors.replica_cpus}
+        needs = {"GPU": gpus_of_rank_0(config, gpus), "CPU": config.actors.replica_cpus}
         ranks = config.replica.tensor_parallel
         surge = _has_places(needs, ranks * (config.replicas_max + 1))
     actors = config.actors.model_copy(update={"surge": surge})

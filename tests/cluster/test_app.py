@@ -77,6 +77,27 @@ def test_ranks_have_a_bundle_each_in_the_placement_group_of_their_replica(
 
 
 @pytest.mark.parametrize(
+    ("draft_device", "device", "ranks", "first"),
+    [
+        ("cuda", "cuda", 1, 2.0),
+        ("cuda:4", "cuda", 3, 2.0),
+        ("cpu", "cuda", 3, 1.0),
+        ("cuda:1", "cuda:0", 1, 0.0),
+    ],
+)
+def test_a_draft_model_with_a_gpu_of_its_own_has_it_in_rank_0(
+    draft_device: str, device: str, ranks: int, first: float
+) -> None:
+    said = {"method": "draft_model", "model": "tiny", "draft_device": draft_device}
+    replica = {"device": device, "tensor_parallel": ranks, "speculative_config": said}
+    deployment = deployed_replicas({"replica": {"target": "tiny", **replica}})
+    assert deployment.ray_actor_options["num_gpus"] == first
+    if ranks > 1:
+        bundles = deployment._replica_config.placement_group_bundles
+        assert [bundle["GPU"] for bundle in bundles] == [first, *[1.0] * (ranks - 1)]
+
+
+@pytest.mark.parametrize(
     ("settings", "nodes", "replicas", "frontends"),
     [
         # A GPU more than the replicas have, or none.

@@ -39,7 +39,10 @@ TWO = config("tiny", tensor_parallel=2)
 @pytest.mark.parametrize(
     ("model_type", "vocab", "bias", "speculative"),
     [
-        ("llama", 512, False, {"method": "draft_model", "model": "planted:tiny-draft"}),
+        (
+            *("llama", 512, False),
+            {"method": "draft_model", "model": "planted:tiny-draft", "draft_device": "cpu"},
+        ),
         ("qwen3", 511, False, {"method": "suffix"}),
         ("glm4", 512, True, {"method": "eagle3", "model": "planted:head"}),
     ],
