@@ -19,7 +19,7 @@ from replicas.drafters.overlapped import OverlappedDrafter, OverlappedSource
 from replicas.memory import plan_memory
 from replicas.replica import Replica
 from scheduler.config import SchedulerConfig
-from scheduler.messages import Batch, BatchKind, StepResult, StepRow
+from scheduler.messages import Batch, BatchKind, PrefillRow, Sampling, StepResult, StepRow
 from tests.oracle.worlds import conversations, sampled
 from tests.replicas.pool import Client, failing_pass, prompt
 from tests.tiny_pairs import tiny_pair, tiny_replica
@@ -157,14 +157,17 @@ def test_a_draft_that_is_not_used_leaves_nothing_behind(watched: Watched) -> Non
 
 def test_a_draft_ahead_takes_no_blocks(watched: Watched) -> None:
     """Where those of the rows do not last, they are drafted in the step."""
-    free = watched.replica.free_blocks
-    watched.client.contents["a"], watched.client.prompts["a"] = prompt(7, 0), 7
-    watched.replica.release("a")
-    watched.client.prefill(new=1, a=prompt(7, 0))
-    assert watched.replica.free_blocks > free
-    free = watched.replica.free_blocks
-    watched.replica.draft_ahead(watched.batch(3, "a"))
-    assert (watched.replica.free_blocks, watched.proposals) == (free, [])
+    replica, content = watched.replica, prompt(7, 9)
+    row = PrefillRow("e", tuple(content), 20, Sampling(), (), blocks=2)
+    replica.step(Batch(9, "r", BatchKind.PREFILL, prefill=(row,)))
+    watched.client.contents = {"e": list(content)}
+    watched.client.prompts["e"] = len(content)
+    batch, free = watched.batch(10, "e", blocks=7), replica.free_blocks
+    replica.draft_ahead(batch)
+    assert replica.free_blocks == free
+    result = watched.run(batch)
+    assert (watched.proposals, result.times.hidden_s) == ([["e"]], 0)
+    watched.client.check()
 
 
 def test_a_batch_alone_and_one_of_several_steps_are_drafted_in_their_steps(
