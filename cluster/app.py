@@ -45,7 +45,6 @@ from cluster.worker.resources import (
     RayRank,
     frontends_surge_percent,
     gpus_of,
-    gpus_of_rank_0,
     host_of,
     placement,
     replica_config,
@@ -221,7 +220,6 @@ def build_app(
     if config.server.log_format == "json":
         logs["encoding"] = "JSON"
     gpus = gpus_of(config)
-    first_gpus = gpus_of_rank_0(config, gpus)
     config = surging(config, gpus)
     actors = config.actors
     replicas = serve.deployment(
@@ -229,7 +227,7 @@ def build_app(
         name=REPLICA,
         num_replicas=None if config.autoscaling else config.replicas,
         autoscaling_config=serve_autoscaling(config),
-        ray_actor_options={"num_cpus": actors.replica_cpus, "num_gpus": first_gpus},
+        ray_actor_options={"num_cpus": actors.replica_cpus, "num_gpus": gpus},
         **placement(config, gpus),
         health_check_period_s=2,
         health_check_timeout_s=10,
@@ -238,7 +236,7 @@ def build_app(
         # A replica that is killed in the middle of a batch counts against the requests in it.
         graceful_shutdown_timeout_s=actors.drain_s + _LEAVE_S,
         logging_config=logs,
-    ).bind(sharing_gpus(config, first_gpus), load)
+    ).bind(sharing_gpus(config, gpus), load)
     return serve.deployment(
         serve.ingress()(FrontendDeployment),
         name=FRONTEND,

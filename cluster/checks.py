@@ -15,7 +15,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.config import ClusterConfig, ConfigError
 from cluster.frontend.admission import keys
-from cluster.worker.resources import gpus_of, gpus_of_rank_0
+from cluster.worker.resources import gpus_of
 from replicas.errors import PairRefused, TooLittleMemory
 
 log = logging.getLogger("ray.serve")
@@ -66,8 +66,7 @@ def check_pair(config: ClusterConfig) -> None:
 def check_on_nodes(config: ClusterConfig) -> None:
     """`check_pair` on the nodes of this Ray that could hold a replica; one must have nothing to
     say. Where there is none yet, or none answers, nothing is known. Raises ConfigError."""
-    gpus = gpus_of_rank_0(config, gpus_of(config))
-    needs = {"GPU": gpus, "CPU": config.actors.replica_cpus}
+    needs = {"GPU": gpus_of(config), "CPU": config.actors.replica_cpus}
     nodes = [
         node["NodeID"]
         for node in ray.nodes()

@@ -33,27 +33,27 @@ class PoolConfig(_Settings):
         1,
         ge=1,
         le=256,
-        description="Actors side by side, each with its own pool and its share of the replicas; "
-        "for more batches than one process can give.",
+        description="Number of pools, each a process with its own share of the replicas, for more"
+        " batches per second than one process can schedule.",
     )
     move_s: float = Field(
         1.0,
         ge=0.05,
-        description="How long requests wait in a shard without a replica that can hold them, or in "
-        "one that does not answer, before they go to one that serves.",
+        description="How long requests wait in a shard that does not answer, or has no replica"
+        " that can hold them, before they move to another shard.",
     )
     unreachable_s: float = Field(
         120.0,
         gt=0,
-        description="Silence of the pool after which requests end as UNAVAILABLE. Ray notices a "
-        "lost node after 5 to 20 s and then starts the pool elsewhere; on a machine that is busy "
-        "the start may take another half a minute.",
+        description="Silence of the pool after which requests end with UNAVAILABLE. Ray notices a"
+        " lost node after 5 to 20 s, and then starts the pool elsewhere; on a busy machine the"
+        " start may take another 30 s.",
     )
     lease_s: float = Field(
         3.0,
         gt=0,
-        description="Silence after which a replica, a frontend or a pool counts as lost; each "
-        "shows three times within it that it lives.",
+        description="Silence after which a replica, a frontend or a pool counts as lost; each"
+        " sends a sign of life every third of this time.",
     )
 
     @property
@@ -63,50 +63,50 @@ class PoolConfig(_Settings):
 
 
 class FrontendConfig(_Settings):
-    """What clients may ask for, and how they are answered."""
+    """Limits and defaults of requests and answers."""
 
-    number: int = Field(1, ge=1, description="Frontend processes.")
+    number: int = Field(1, ge=1, description="Number of frontend processes.")
     max_new_tokens: int | None = Field(
         None,
         ge=1,
-        description="The most new tokens where a request does not say; without it as many as the "
-        "context holds, and 16 in OpenAI's completions.",
+        description="Maximum of new tokens for requests without a limit. Null: the rest of the"
+        " context (in OpenAI's completions: 16).",
     )
-    timeout_s: float = Field(600.0, gt=0, description="Deadline where a request sets none.")
-    prompt_bytes_max: int = Field(1 << 20, ge=1, description="Longest prompt text in UTF-8.")
-    sequences_max: int = Field(128, ge=1, description="Sequences of one call.")
+    timeout_s: float = Field(600.0, gt=0, description="Deadline of requests that set none.")
+    prompt_bytes_max: int = Field(1 << 20, ge=1, description="Longest prompt text, in UTF-8.")
+    sequences_max: int = Field(128, ge=1, description="Maximum of sequences in one call.")
     logprobs_max: int = Field(
         1 << 20,
         ge=1,
-        description="Log-probabilities of one call: for each token of its prompts and answers of "
-        "which they are asked for, one of its own and one for each likeliest token in its place. "
-        "A frontend holds about 130 bytes for each.",
+        description="Maximum of log-probabilities in one call: for each token with"
+        " log-probabilities, 1 + the number of alternatives. A frontend holds about 130 bytes for"
+        " each.",
     )
-    coalesce_ms: float = Field(20.0, ge=0, description="Least time between chunks of a stream.")
+    coalesce_ms: float = Field(20.0, ge=0, description="Minimum time between chunks of a stream.")
     requests_max: int = Field(10_000, ge=1, description="Requests in flight per frontend.")
     message_bytes_max: int = Field(
-        4 << 20, ge=1024, description="Longest request on the wire, gRPC message or HTTP body."
+        4 << 20, ge=1024, description="Maximum size of a request: gRPC message or HTTP body."
     )
     request_templates: bool = Field(
         False,
-        description="Whether a request may bring a chat template of its own, which runs in the "
-        "bounds of all templates.",
+        description="Whether a request may bring its own chat template, which runs within the"
+        " bounds of all templates.",
     )
     bounded_s_max: float = Field(
         2.0,
         ge=0.01,
-        description="Seconds of a processor that the check of a structure (a JSON schema, an "
-        "expression, a grammar) or the rendering of a chat template may take.",
+        description="CPU seconds that the check of a structure (a JSON schema, an expression, a"
+        " grammar) or the rendering of a chat template may take.",
     )
-    bounded_mb_max: int = Field(512, ge=16, description="Memory that either may take.")
+    bounded_mb_max: int = Field(512, ge=16, description="Memory in MB that either may take.")
     reasoning_parser: ReasoningParser = Field(
         "auto",
         description="How the target marks its reasoning; `auto` reads it from the chat template.",
     )
     tool_call_parser: ToolCallParser = Field(
         "auto",
-        description="How the target writes calls of tools; `auto` lets the chat template write one "
-        "and reads it back.",
+        description="How the target writes tool calls; `auto` renders a call with the chat"
+        " template and reads it back.",
     )
 
 
@@ -116,36 +116,36 @@ class ServerConfig(_Settings):
     served_model_name: str | None = Field(
         None,
         min_length=1,
-        description="Name of the model in OpenAI's API; null takes the target's name as given.",
+        description="Name of the model in OpenAI's API. Null: the target's name.",
     )
     log_format: LogFormat = Field(
-        "text", description="Of the log: text, or a JSON object per line."
+        "text", description="Format of the log: text, or one JSON object per line."
     )
     unknown_fields: Literal["ignore", "refuse"] = Field(
         "ignore",
-        description="Unknown names in HTTP bodies: they have no effect and are told of in the "
-        "answer's header x-lockstep-ignored, or the request is refused.",
+        description="What happens to unknown names in HTTP bodies: ignore them and list them in"
+        " the answer's header x-lockstep-ignored, or refuse the request.",
     )
     return_tokens_as_token_ids: bool = Field(False, description="Logprobs name tokens by ids.")
-    enable_force_include_usage: bool = Field(False, description="Streams always tell usage.")
+    enable_force_include_usage: bool = Field(False, description="Every stream event has the usage.")
     root_path: str = Field(
         "",
         pattern="^(/[^/]+)*$",
-        description="A path before all HTTP paths, which a proxy in front leaves there, as /llm; "
-        "without it they are served, too.",
+        description="Prefix of all HTTP paths that a proxy in front does not remove, such as /llm."
+        " Paths without the prefix are served, too.",
     )
     grpc_port: int = Field(9000, ge=1, le=65535, description="Port of the gRPC proxy.")
     http_host: str = Field("127.0.0.1", min_length=1, description="Address of the HTTP proxy.")
     http_port: int = Field(8000, ge=1, le=65535, description="Port of the HTTP proxy.")
     http_hosts: tuple[str, ...] = Field(
         (),
-        description="Names, in lower case and without port, by which HTTP clients may call this "
-        "server where there are no API keys; addresses and localhost always are.",
+        description="Host names (lower case, no port) that HTTP clients may use for a server"
+        " without API keys. IP addresses and localhost are always allowed.",
     )
     http_origins: tuple[str, ...] = Field(
         (),
-        description="Web pages that may call it, as the browser's Origin says: "
-        "https://chat.example.com.",
+        description="Web pages that may call the server, by the browser's Origin:"
+        " https://chat.example.com.",
     )
 
 
@@ -155,18 +155,16 @@ class AuthConfig(_Settings):
     keys_file: str | None = Field(
         None,
         pattern="^/",
-        description="File of API keys on the machine of every frontend, absolute path; see "
-        "`lockstep keys`. With it every request needs a key.",
+        description="Absolute path of the file of API keys, on the machine of every frontend; see"
+        " `lockstep keys`. With it every request needs a key.",
     )
     api_key_sha256: str | None = Field(
         None,
         pattern="^[0-9a-f]{64}$",
-        description="SHA-256 in hex of the one API key, where there is no file of keys; `lockstep "
-        "serve --api-key` sets it.",
+        description="SHA-256 in hex of a single API key, in place of a file of keys; `lockstep"
+        " serve --api-key` sets it.",
     )
-    allow_anyone: bool = Field(
-        False, description="Serve every caller that reaches a port, without any key."
-    )
+    allow_anyone: bool = Field(False, description="Serve every caller without a key.")
 
     @property
     def has_keys(self) -> bool:
@@ -182,76 +180,77 @@ class AuthConfig(_Settings):
 
 
 class AuditConfig(_Settings):
-    """Finished requests that are decoded again while replicas idle, to show that nothing but the
-    target had a part in their output."""
+    """Decode finished requests again while replicas are idle, to show that only the target decided
+    their output."""
 
     share: float = Field(
-        0.0, ge=0, le=1, description="Of the finished requests that are checked; 0 is none."
+        0.0, ge=0, le=1, description="Share of the finished requests to audit; 0: none."
     )
 
 
 class TraceConfig(_Settings):
-    """Traces of calls, by OpenTelemetry."""
+    """Traces of calls by OpenTelemetry."""
 
     endpoint: str | None = Field(
         None,
-        description="URL that takes traces by OTLP over HTTP, as"
-        " http://localhost:4318/v1/traces; null sends none.",
+        description="URL for traces by OTLP over HTTP, such as http://localhost:4318/v1/traces."
+        " Null: no traces.",
     )
     share: float = Field(
-        0.01, ge=0, le=1, description="Of the calls without a `traceparent` that are traced."
+        0.01, ge=0, le=1, description="Share of the calls without a `traceparent` that are traced."
     )
 
 
 class ActorsConfig(_Settings):
-    """What the processes ask of Ray. CPUs are for Ray's bookkeeping and limit nothing."""
+    """Resources that processes request from Ray. CPUs are Ray's bookkeeping and limit nothing."""
 
     replica_cpus: float = Field(
-        0.1, ge=0, description="Per replica, or per rank of one with tensor_parallel."
+        0.1, ge=0, description="CPUs per replica, or per rank with tensor_parallel."
     )
     replica_gpus: float | None = Field(
         None,
         ge=0,
-        description="Per replica, or per rank. Null: 1 for device cuda, 0 for cpu and cuda:N; for "
-        "auto the GPUs that Ray knows at deploy time shared among the replicas, at most 1 each (0 "
-        "while Ray does not run yet, as under `serve run`).",
+        description="GPUs per replica, or per rank. Null: 1 for device cuda, 0 for cpu and cuda:N;"
+        " for auto, the GPUs that Ray knows at deploy time divided among the replicas, at most 1"
+        " each (0 if Ray does not run yet, as with `serve run`).",
     )
     ranks_strategy: Literal["STRICT_PACK", "PACK", "SPREAD", "STRICT_SPREAD"] = Field(
         "STRICT_PACK",
-        description="Where Ray places the ranks of a replica with tensor_parallel, as a placement "
-        "group: all on one machine, or with PACK on as few as it takes.",
+        description="Ray's placement strategy for the ranks of a tensor_parallel replica."
+        " STRICT_PACK: all on one machine; PACK: on as few machines as possible.",
     )
-    frontend_cpus: float = Field(0.01, ge=0, description="Per frontend; of 0 Ray spreads none.")
+    frontend_cpus: float = Field(0.01, ge=0, description="CPUs per frontend; 0: not spread.")
     surge: bool | None = Field(
         None,
-        description="Whether a change starts a new replica beside the one that it replaces; else "
-        "the old one ends first. Null: if Ray knows a place for one more at deploy time.",
+        description="Whether a change starts a new replica beside the one that it replaces;"
+        " otherwise the old one ends first. Null: yes if Ray has a place for one more at deploy"
+        " time.",
     )
     start_s: float = Field(
         600.0,
         gt=0,
-        description="How long `lockstep serve` waits for the first replica and `lockstep demo` for "
-        "all of them. Serve's own commands do not read it.",
+        description="How long `lockstep serve` waits for the first replica, and `lockstep demo`"
+        " for all. Serve's own commands do not read it.",
     )
-    drain_s: float = Field(20.0, gt=0, description="Grace of a process that is told to go.")
+    drain_s: float = Field(20.0, gt=0, description="Time to finish work for a process that ends.")
     batch_s_max: float = Field(
-        120.0, gt=0, description="A batch that runs for longer hangs; the replica is replaced."
+        120.0, gt=0, description="A batch that takes longer hangs; its replica is replaced."
     )
 
 
 class ClusterConfig(_Settings):
     """Everything. A setting is named by its section and field: `replica.target`."""
 
-    replicas: int = Field(1, ge=1, description="Number of replicas where `autoscaling` is null.")
+    replicas: int = Field(1, ge=1, description="Number of replicas if `autoscaling` is null.")
     autoscaling: AutoscalingConfig | None = Field(
-        None, description="Replicas by load, in place of the fixed number."
+        None, description="Number of replicas by load, in place of `replicas`."
     )
     seed: int | None = Field(
         None,
         ge=0,
         lt=SEED_MAX,
-        description="Of sampled requests that name none, whose answers are then reproducible; "
-        "without it each draws a fresh one.",
+        description="Seed of sampled requests that set none, which makes their answers"
+        " reproducible. Null: a fresh seed for each.",
     )
     replica: ReplicaConfig = ReplicaConfig()
     scheduler: SchedulerConfig = SchedulerConfig()

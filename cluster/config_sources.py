@@ -159,9 +159,9 @@ def api_key(path: Path | None, environment: Mapping[str, str] = os.environ) -> s
 def checked_key(key: str, source: str) -> str:
     """Raises `ConfigError`, which names the source, for a key that no header can carry."""
     if not key:
-        raise ConfigError(f"{source}: holds no API key")
+        raise ConfigError(f"{source}: contains no API key")
     if not (key.isascii() and key.isprintable()) or " " in key:
-        raise ConfigError(f"{source}: an API key is one word of printable ASCII")
+        raise ConfigError(f"{source}: an API key must be printable ASCII without spaces")
     return key
 
 

@@ -58,7 +58,7 @@ def is_there() -> bool:
         return False
     if owner not in (0, os.geteuid()):
         raise PermissionError(
-            f"{file} is another user's: set RAY_ADDRESS to the Ray to join, or to 'local'"
+            f"{file} belongs to another user: set RAY_ADDRESS to the Ray to join, or to 'local'"
         )
     return True
 

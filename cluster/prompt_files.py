@@ -32,10 +32,14 @@ def read_prompts(path: Path, limit: int | None = None) -> list[str]:
         try:
             found = msgspec.json.decode(line, type=_Line)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise PromptsError(f"{path}:{number}: no JSON with a prompt: {error}") from None
+            raise PromptsError(
+                f"{path}:{number}: not a JSON object with a prompt: {error}"
+            ) from None
         prompt = found.turns[0] if found.prompt is None and found.turns else found.prompt
         if not (prompt and isinstance(prompt, str)):
-            raise PromptsError(f"{path}:{number}: expected a text in 'prompt' or in 'turns'")
+            raise PromptsError(
+                f"{path}:{number}: 'prompt', or the first of 'turns', must be a non-empty text"
+            )
         prompts.append(prompt)
     if not prompts:
         raise PromptsError(f"{path}: no prompts")

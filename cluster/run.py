@@ -184,8 +184,8 @@ class ClusterRun:
         """Raises StartFailed."""
         if self.updates and not (self._deployed or replace):
             raise StartFailed(
-                "this Ray runs the application already, and it stays as it is. --replace takes its"
-                " place, and ends what it has put there when it is stopped"
+                "this Ray serves the application already, which was left unchanged. --replace"
+                " replaces it; the application then ends with this command"
             )
         try:
             if serving:

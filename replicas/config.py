@@ -25,30 +25,32 @@ class SpeculativeConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
     method: Method = Field(
-        description="A smaller model, suffix decoding, an EAGLE-3 head, a one-pass head (DFlash or"
-        " DSpark), a Clover-2 head, or no drafts at all."
+        description="draft_model (a smaller model), suffix (suffix decoding), eagle3 (an EAGLE-3"
+        " head), dflash or dspark (a one-pass head), clover (a Clover-2 head), or none (no"
+        " drafts)."
     )
     model: str | None = Field(
         None,
         min_length=1,
-        description="Of draft_model and heads: a local directory or a hub name; a draft model may"
-        " also be 'tiny' or 'planted:SHAPE', an EAGLE-3 head of a planted target 'planted:head'.",
+        description="The draft model or head: a local directory or a hub name. A draft model may"
+        " also be 'tiny' or 'planted:SHAPE', and an EAGLE-3 head of a planted target"
+        " 'planted:head'.",
     )
     enable_suffix_decoding: bool = Field(
         False,
-        description="Of draft_model and heads: a row's draft is what followed its last tokens"
-        " before, where more of that is likely right than of what the model guesses.",
+        description="Add suffix decoding to a draft model or head: a row uses the suffix draft"
+        " when more of its tokens are likely right than of the model's draft.",
     )
     num_speculative_tokens: int | None = Field(
         None,
         ge=1,
         le=DRAFT_LEN_MAX,
-        description="Most draft tokens per row and step; null leaves it to the scheduler.",
+        description="Maximum of draft tokens per row and step; null leaves it to the scheduler.",
     )
     adaptive: bool = Field(
         True,
-        description="Choose how many by measured times and acceptance; false drafts"
-        " num_speculative_tokens in every step.",
+        description="Choose the number of draft tokens by measured times and acceptance; false"
+        " drafts num_speculative_tokens in every step.",
     )
     draft_device: str | None = Field(
         None,
@@ -62,9 +64,9 @@ class SpeculativeConfig(BaseModel):
     def _whole(self) -> SpeculativeConfig:
         of_model = self.method not in ("suffix", "none")
         if of_model and self.model is None:
-            raise ValueError(f"model: method {self.method} needs one")
+            raise ValueError(f"model: method {self.method} needs a model")
         if not of_model and self.model is not None:
-            raise ValueError(f"model: method {self.method} has none, not {self.model!r}")
+            raise ValueError(f"model: method {self.method} takes no model, is {self.model!r}")
         if not of_model and self.enable_suffix_decoding:
             raise ValueError(f"enable_suffix_decoding: method {self.method} has no model")
         if self.draft_device and (self.method != "draft_model" or self.enable_suffix_decoding):
@@ -74,7 +76,7 @@ class SpeculativeConfig(BaseModel):
         if self.method == "none" and self.num_speculative_tokens is not None:
             raise ValueError("num_speculative_tokens: method none drafts nothing")
         if not self.adaptive and self.num_speculative_tokens is None:
-            raise ValueError("num_speculative_tokens: needed where adaptive is false")
+            raise ValueError("num_speculative_tokens: must be given if adaptive is false")
         return self
 
 
@@ -87,112 +89,119 @@ class ReplicaConfig(BaseModel):
         DEMO,
         min_length=1,
         validate_default=True,
-        description="Target: 'smollm2', 'tiny', a local directory, a hub name (also with a"
-        " revision, REPO@REVISION), a GGUF file (also as REPO:FILE of the hub) or 'planted:SHAPE'."
-        " 'demo' is smollm2 where it is installed, else tiny.",
+        description="Target: 'smollm2', 'tiny', a local directory, a hub name (REPO or"
+        " REPO@REVISION), a GGUF file (a path or REPO:FILE) or 'planted:SHAPE'. 'demo' is smollm2"
+        " if installed, else tiny.",
     )
     speculative_config: SpeculativeConfig | None = Field(
         None,
-        description="What drafts, and how far, as"
-        """ '{"method": "suffix", "num_speculative_tokens": 4}' or a method alone: draft_model,"""
-        " suffix, eagle3, dflash, dspark, clover or none. Null is what goes with the target: the"
-        " embedded draft model for tiny, suffix decoding for others.",
+        description="The drafter: a method alone (draft_model, suffix, eagle3, dflash, dspark,"
+        """ clover, none) or JSON such as '{"method": "suffix","""
+        """ "num_speculative_tokens": 4}'. Null: the embedded draft model for tiny,"""
+        " suffix decoding for other targets.",
     )
     device: str = Field(
         "auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto, cpu, cuda or cuda:N."
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
-        description="Of weights and KV cache; float32 is the exactness reference. Auto is the"
-        " checkpoint's own on a GPU and float32 on a CPU.",
+        description="Type of weights and KV cache; float32 is the exactness reference. Auto: the"
+        " checkpoint's own type on a GPU, float32 on a CPU.",
     )
     deterministic: bool = Field(
         False,
-        description="Output in bfloat16 and float16 too is the same whatever the batch, the draft"
-        " length and the schedule; slower.",
+        description="Make output independent of batch, draft length and schedule in bfloat16 and"
+        " float16, too; slower.",
     )
     tensor_parallel: int = Field(
         1,
         ge=1,
         le=64,
-        description="Devices that hold the target together, a part of each layer each: a rank per"
-        " device, with a process of its own.",
+        description="Number of devices that share the target: each holds a part of every layer, in"
+        " a process of its own (a rank).",
     )
     block_size: int = Field(16, ge=1, le=1024, description="KV positions per block.")
     memory: ByteSize | None = Field(
         None,
         gt=0,
-        description="Memory for weights, KV cache and buffers together, in bytes or as '20GiB'; "
-        "where it is short, speculation shrinks. Null takes a share of what is free.",
+        description="Memory for weights, KV cache and buffers together, in bytes or as '20GiB'. If"
+        " it is short, batches and drafts shrink. Null: a share of the free memory.",
     )
     gpu_memory_utilization: float | None = Field(
         None,
         gt=0,
         le=1,
-        description="Part of a GPU that is this replica's where `memory` is null; null is what Ray "
-        "gives it, or all of it.",
+        description="Share of a GPU's memory for this replica if `memory` is null. Null: the share"
+        " of the GPU that Ray gives it, or all of it.",
     )
     num_gpu_blocks_override: int | None = Field(
         None,
         ge=1,
-        description="Blocks of the KV cache, on any device, for tests and measurements; null takes"
-        " what memory allows.",
+        description="Number of KV blocks, on any device, for tests and measurements. Null: as many"
+        " as memory allows.",
     )
     plan_rows: int | None = Field(
         None,
         ge=1,
         le=1024,
-        description="Rows of a batch that memory is to last for; null takes the scheduler's "
-        "rows_max.",
+        description="Rows of the largest batch that the memory plan must hold. Null: the"
+        " scheduler's rows_max.",
     )
     plan_draft_len: int | None = Field(
         None,
         ge=0,
         le=DRAFT_LEN_MAX,
-        description="Draft tokens likewise; null takes the most that the scheduler may choose.",
+        description="Draft tokens per row that the memory plan must hold. Null: the maximum that"
+        " the scheduler may choose.",
     )
     plan_prefill_rows: int | None = Field(
         None,
         ge=1,
         le=1024,
-        description="Prompts of a prefill batch likewise; null takes the scheduler's "
-        "prefill_rows_max.",
+        description="Prompts of a prefill batch that the memory plan must hold. Null: the"
+        " scheduler's prefill_rows_max.",
     )
     context_len: int | None = Field(
-        None, ge=2, description="Longest sequence in tokens; null takes the target's own limit."
+        None,
+        ge=2,
+        description="Maximum length of a sequence in tokens. Null: the target's own limit.",
     )
     prefix_sharing: bool = Field(
         True,
-        description="Keep KV blocks of equal prefixes for other requests of the same tenant and"
-        " salt, also when no one uses them, as long as their place is not needed.",
+        description="Share KV blocks of equal prefixes between requests of the same tenant and"
+        " salt, and keep unused ones until their place is needed.",
     )
     prefill_chunk_tokens: int = Field(
         512,
         ge=1,
-        description="Tokens of one prefill forward for each prompt that a batch may have, however"
-        " they are divided among its rows; bounds its buffers.",
+        description="Tokens per prompt of one prefill pass, on average over its prompts; bounds"
+        " the pass's buffers.",
     )
     calibrate: bool = Field(
         True,
-        description="Time a few steps and prefills when the replica has loaded, for the pool to"
-        " choose draft lengths and chunks by, and warn of an EAGLE-3 head that is hardly ever right"
-        " in a few short texts, where memory has room for them; without it the first requests show"
-        " times, and nothing warns.",
+        description="After loading, time a few steps and prefills, by which the pool chooses draft"
+        " lengths and chunks, and warn if an EAGLE-3 head is hardly ever right in short texts."
+        " Without it the first requests provide the times.",
     )
     torch_threads: int | None = Field(
-        None, ge=1, description="Intra-op threads of the process; null leaves torch's choice."
+        None,
+        ge=1,
+        description="Intra-op threads of the process. Null: the server shares the machine's cores"
+        " among replicas; elsewhere torch chooses.",
     )
     graphs: Literal["auto", "on", "off"] = Field(
         "auto",
-        description="Pad passes of steps to a few fixed shapes and record them as CUDA graphs when"
-        " the replica loads; auto does so on a GPU, and a CPU cannot.",
+        description="Record passes of steps as CUDA graphs at load, padded to a few fixed shapes."
+        " Auto: on a GPU only; a CPU cannot.",
     )
-    trust_remote_code: bool = Field(False, description="Run code that comes with the weights.")
+    trust_remote_code: bool = Field(
+        False, description="Run Python code that comes with the weights."
+    )
     chat_template: str | None = Field(
         None,
         pattern="^/",
-        description="File with the chat template, in Jinja, on the machine of every frontend,"
-        " absolute path; null takes the target's own.",
+        description="Absolute path of a Jinja file with the chat template, on the machine of every"
+        " frontend. Null: the target's own template.",
     )
 
     def fixed_shapes(self, device: torch.device) -> bool:
@@ -236,5 +245,9 @@ class ReplicaConfig(BaseModel):
     @model_validator(mode="after")
     def _fits_together(self) -> ReplicaConfig:
         if self.tensor_parallel > 1 and ":" in self.device:
-            raise ValueError(f"tensor_parallel: device {self.device} is one of several; say 'cuda'")
+            raise ValueError(
+                f"tensor_parallel: device {self.device} is a single device; use 'cuda'"
+            )
+        if self.tensor_parallel > 1 and self.drafting.draft_device:
+            raise ValueError("speculative_config.draft_device: not with tensor_parallel yet")
         return self

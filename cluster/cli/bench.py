@@ -31,7 +31,7 @@ def bench(
     request: Any,
     context: typer.Context,
     engine: Annotated[
-        bool, typer.Option("--engine", help="An engine in this process, not a running cluster.")
+        bool, typer.Option("--engine", help="Measure one replica in this process.")
     ] = False,
     openai: Annotated[
         str | None,
@@ -42,45 +42,51 @@ def bench(
         ),
     ] = None,
     model: Annotated[
-        str | None, typer.Option(help="Of --openai; else the first of its /v1/models.")
+        str | None, typer.Option(help="Model for --openai. Default: the first of /v1/models.")
     ] = None,
     endpoint: Annotated[
-        Literal["completions", "chat"], typer.Option(help="Of --openai.")
+        Literal["completions", "chat"], typer.Option(help="Endpoint for --openai.")
     ] = "completions",
     prompts: Annotated[
         Path | None,
-        typer.Option(help="JSON lines with 'prompt' or 'turns'.", exists=True, dir_okay=False),
+        typer.Option(
+            help="File of prompts: JSON lines with 'prompt' or 'turns'.",
+            exists=True,
+            dir_okay=False,
+        ),
     ] = None,
     prompt_tokens: Annotated[
         str | None, lengths("Random prompts of so many tokens; the default, 64..256.")
     ] = None,
-    limit: Annotated[int, typer.Option(min=1, help="Distinct prompts at most.")] = 64,
+    limit: Annotated[int, typer.Option(min=1, help="Maximum of distinct prompts.")] = 64,
     requests: Annotated[
-        int | None, typer.Option(min=1, help="How many to send; 64 without --duration.")
+        int | None, typer.Option(min=1, help="Number of requests. Default: 64 without --duration.")
     ] = None,
     duration: Annotated[
-        float | None, typer.Option(min=0.1, help="Send for so many seconds.")
+        float | None, typer.Option(min=0.1, help="Send requests for this many seconds.")
     ] = None,
-    warm_up: Annotated[int, typer.Option(min=0, help="Requests before, not counted.")] = 8,
+    warm_up: Annotated[int, typer.Option(min=0, help="First requests, which do not count.")] = 8,
     in_flight: Annotated[
-        int | None, typer.Option(min=1, help="Closed loop: so many at a time; the default, 16.")
+        int | None,
+        typer.Option(min=1, help="Closed loop with this many requests at a time. Default: 16."),
     ] = None,
     rate: Annotated[
-        float | None, typer.Option(min=0.001, help="Open loop: Poisson, requests per second.")
+        float | None,
+        typer.Option(min=0.001, help="Open loop: requests per second, Poisson arrivals."),
     ] = None,
     stop_at_eos: Annotated[
-        bool, typer.Option("--stop-at-eos", help="The end of a text ends its request.")
+        bool, typer.Option("--stop-at-eos", help="End a request at an end-of-text token.")
     ] = False,
     seed: Annotated[
-        int, typer.Option(min=0, max=SEED_MAX, help="Of prompts, arrivals and sampling.")
+        int, typer.Option(min=0, max=SEED_MAX, help="Seed of prompts, arrivals and sampling.")
     ] = 0,
-    html: Annotated[Path | None, output("Write the report here, one page.")] = None,
-    json: Annotated[Path | None, output("Write the figures here.")] = None,
+    html: Annotated[Path | None, output("Write the report to this file, as one page.")] = None,
+    json: Annotated[Path | None, output("Write the figures to this file.")] = None,
 ) -> None:
-    """Measure a running cluster, or with --engine the engine alone, or with --openai any
-    server of OpenAI's API; see docs/benchmarks.md.
+    """Measure a running cluster. --engine measures one replica without a cluster, --openai
+    any server of OpenAI's API. See docs/benchmarks.md.
 
-    The settings are those of --engine. Each request has 128 new tokens unless told otherwise.
+    Settings need --engine. Each request gets 128 new tokens, unless --max-new-tokens is given.
     """
     given = [
         f"{section}.{field}"
@@ -88,22 +94,22 @@ def bench(
         for field in sorted(getattr(settings, section).model_fields_set)
     ]
     if given and not engine:
-        raise typer.BadParameter(f"{', '.join(given)}: only with --engine")
+        raise typer.BadParameter(f"{', '.join(given)}: needs --engine")
     if openai and (engine or "draft_len" in request):
-        raise typer.BadParameter("--openai: not with --engine and --draft-len")
+        raise typer.BadParameter("--openai cannot be combined with --engine or --draft-len")
     if not openai and (model is not None or endpoint == "chat"):
-        raise typer.BadParameter("--model, --endpoint: only with --openai")
+        raise typer.BadParameter("--model and --endpoint need --openai")
     # The environment may name a server, too; that is no wish of this call.
     said = [name for name in _SERVER if context.params.get(name) is not None]
     if said and (engine or openai):
         flags = ", ".join("--" + name.replace("_", "-") for name in said)
-        raise typer.BadParameter(f"{flags}: not with --engine and --openai")
+        raise typer.BadParameter(f"{flags}: cannot be combined with --engine or --openai")
     if in_flight is not None and rate is not None:
         raise typer.BadParameter("give either --in-flight or --rate")
     if prompts is not None and prompt_tokens is not None:
         raise typer.BadParameter("give either --prompts or --prompt-tokens")
     if openai and prompts is None:
-        raise typer.BadParameter("--openai: needs --prompts")
+        raise typer.BadParameter("--openai needs --prompts")
     from cluster.bench import session
     from cluster.bench.arrivals import Closed, Extent, Poisson
     from cluster.cli.terminal import Bars

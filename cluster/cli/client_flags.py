@@ -28,18 +28,18 @@ class PriorityName(StrEnum):
 
 
 _REQUEST: Mapping[str, tuple[Any, str]] = {
-    "max_new_tokens": (int, "Tokens to generate at most."),
+    "max_new_tokens": (int, "Maximum of new tokens."),
     "temperature": (float, "0 is greedy."),
     "top_k": (int, "Keep the k most probable tokens."),
-    "top_p": (float, "Keep the smallest set with this mass."),
-    "min_p": (float, "Keep tokens above this share."),
+    "top_p": (float, "Keep the most probable tokens with this total probability."),
+    "min_p": (float, "Keep tokens with at least this share of the highest probability."),
     "seed": (int, "The same seed gives the same tokens."),
-    "stop": (list[str], "Stop string; may be repeated."),
-    "stop_token_ids": (list[int], "May be repeated."),
-    "ignore_eos": (bool, "Go on after the end of text."),
-    "speculation": (bool, "Off: no drafting for these requests."),
+    "stop": (list[str], "Stop string; repeat the option for several."),
+    "stop_token_ids": (list[int], "Stop token; repeat the option for several."),
+    "ignore_eos": (bool, "Continue after end-of-text tokens."),
+    "speculation": (bool, "Whether drafts are used for these requests."),
     "draft_len": (int, "Draft tokens per step; 0 is off."),
-    "priority": (PriorityName, "Class in the queue; waiting ages, so none starves."),
+    "priority": (PriorityName, "Priority class; a waiting request rises with time."),
     "cache_salt": (str, "Share KV blocks of equal prefixes only with requests of the same salt."),
     "timeout_s": (float, "Deadline of each request."),
 }
@@ -82,7 +82,7 @@ def _file(help_: str) -> Any:
 def _server(
     address: Annotated[
         str | None,
-        typer.Option(help="host:port of the server; else LOCKSTEP_ADDRESS, else this machine."),
+        typer.Option(help="host:port of the server. Default: LOCKSTEP_ADDRESS, or this machine."),
     ] = None,
     api_key_file: Annotated[
         Path | None, _file("File with the API key; else LOCKSTEP_API_KEY.")

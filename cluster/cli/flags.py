@@ -139,7 +139,7 @@ def with_settings(*sections: str, model: bool = False) -> Callable[[Command], Co
     """
     flags = flags_of(sections)
     file = typer.Option(
-        help="YAML file: settings, or a Serve config file. Flags go before it.",
+        help="YAML file of settings, or a Serve config file. Flags override it.",
         exists=True,
         dir_okay=False,
     )
@@ -183,7 +183,7 @@ def _removed(name: str, use: str) -> inspect.Parameter:
 
     def refuse(given: str | None) -> None:
         if given is not None:
-            raise typer.BadParameter(f"is no option; use {use}")
+            raise typer.BadParameter(f"no such option; use {use}")
 
     option = typer.Option(name, hidden=True, callback=refuse)
     return keyword("removed_" + name[2:].replace("-", "_"), Annotated[str | None, option])

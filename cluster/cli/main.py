@@ -33,7 +33,7 @@ main = typer.Typer(
 Verbose = Annotated[
     bool,
     typer.Option(
-        "--verbose", help="Ray's and Serve's lines here, not only in Ray's session_latest/logs."
+        "--verbose", help="Print the log lines of Ray and Serve, which are else only in files."
     ),
 ]
 
@@ -60,9 +60,9 @@ def serve(
     api_key: Annotated[
         str | None,
         typer.Option(
-            help="The one key that every request needs. Others on this machine can read a command"
-            " line; LOCKSTEP_API_KEY does the same, where no --keys-file and no --allow-anyone is"
-            " given."
+            help="A single key that every request needs. Other users of this machine can read a"
+            " command line, so better set LOCKSTEP_API_KEY, which applies if neither --keys-file"
+            " nor --allow-anyone is given."
         ),
     ] = None,
     revision: Annotated[
@@ -72,13 +72,13 @@ def serve(
         bool,
         typer.Option(
             "--replace",
-            help="Take the place of the application that the Ray to join runs already; the end of"
-            " this command then ends it.",
+            help="Replace the application if the Ray to join serves already. The application ends"
+            " with this command.",
         ),
     ] = False,
     verbose: Verbose = False,
 ) -> None:
-    """Serve until Ctrl-C or SIGTERM; running requests may finish within the grace time."""
+    """Serve until Ctrl-C or SIGTERM. Running requests then have actors.drain_s to finish."""
     from cluster.cli.serve import at_revision, serve_until_signal, with_key, with_paths
     from cluster.frontend.admission.control import check_exposure
     from cluster.frontend.chat_template import check_template
@@ -103,9 +103,11 @@ def generate(
     server: Any,
     request: Any,
     prompt: Annotated[str, typer.Argument(help="The prompt; '-' reads it from stdin.")],
-    as_json: Annotated[bool, typer.Option("--json", help="The answer as one JSON object.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the answer as one JSON object.")
+    ] = False,
 ) -> None:
-    """Generate text, streamed."""
+    """Generate text and stream it to stdout."""
     from cluster.cli.generate import generate as stream
 
     try:
@@ -122,12 +124,15 @@ def generate(
 def verify(
     settings: Any,
     request: Any,
-    prompts: Annotated[Path, typer.Option(help="JSON lines of prompts.", exists=True)],
+    prompts: Annotated[
+        Path,
+        typer.Option(help="File of prompts: JSON lines with 'prompt' or 'turns'.", exists=True),
+    ],
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first N prompts.")] = None,
 ) -> None:
-    """Compare every token with plain decoding of the target; status 1 if any differs.
+    """Compare every token with plain decoding of the target; exit status 1 if any differs.
 
-    Each prompt has 128 new tokens unless told otherwise.
+    Each prompt gets 128 new tokens, unless --max-new-tokens is given.
     """
     from cluster import verify as verifying
     from cluster.cli.terminal import Bars, console
@@ -160,13 +165,13 @@ def verify(
 @with_settings("replica", "scheduler.draft_len_max", model=True)
 def plan(
     settings: Any,
-    as_json: Annotated[bool, typer.Option("--json", help="As JSON, in bytes.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, sizes in bytes.")] = False,
 ) -> None:
-    """How a replica, or each rank of it, would divide its memory, and what fits; reads no weights.
+    """Show how a replica, or each of its ranks, would divide its memory; reads no weights.
 
-    With --config that of `lockstep serve --config`, but for what else is given. A GPU need not be
-    here if --memory says what a replica has of it. Status 1 if not one sequence fits, with the
-    least memory that would do.
+    --config plans for `lockstep serve --config`; other options override the file. With --memory
+    the GPU need not be in this machine. The exit status is 1 if one sequence of full context does
+    not fit; the message then names the least memory that would suffice.
     """
     from cluster.cli.plan import planned_of, print_plan
 
@@ -177,10 +182,10 @@ def plan(
 @with_server
 def status(
     server: Any,
-    as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
-    watch: Annotated[bool, typer.Option("--watch", help="Again every second.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Repeat every second.")] = False,
 ) -> None:
-    """What the pool and its replicas are doing."""
+    """Show the state of the pool and its replicas."""
     from cluster.cli.status import print_status
 
     if watch and as_json:
@@ -194,9 +199,9 @@ def status(
 def chat(
     server: Any,
     request: Any,
-    system: Annotated[str | None, typer.Option(help="The system's turn.")] = None,
+    system: Annotated[str | None, typer.Option(help="System message.")] = None,
 ) -> None:
-    """Talk with the model of a running server; Ctrl-C stops an answer, Ctrl-D ends."""
+    """Talk with the model of a running server. Ctrl-C stops an answer, Ctrl-D ends the talk."""
     from cluster.cli.chat import chat as talk
 
     try:
@@ -247,7 +252,7 @@ def add(
         bool, typer.Option("--operator", help=help_of(store.KeyEntry, "operator"))
     ] = False,
 ) -> None:
-    """Make a key, print it, and store its hash. The file is made if need be."""
+    """Make a key, print it, and store its hash. Creates the file if it does not exist."""
     with _errors():
         key = store.add(file, name, priority_max.value, tokens_per_minute, requests_max, operator)
     typer.echo(key)
@@ -256,7 +261,7 @@ def add(
 
 @keys.command("list")
 def show(file: File) -> None:
-    """Names and limits, one line each."""
+    """List names and limits."""
     with _errors():
         entries = store.read(file)
     for entry in entries:
@@ -272,10 +277,10 @@ def show(file: File) -> None:
 
 @keys.command()
 def remove(
-    name: Annotated[str, typer.Argument(help="Whose key it is.")],
+    name: Annotated[str, typer.Argument(help="Name of the key.")],
     file: File,
 ) -> None:
-    """Take a key away. Requests that are running finish; new ones are refused within a second."""
+    """Remove a key. Running requests finish; new ones are refused within a second."""
     with _errors():
         store.remove(file, name)
 

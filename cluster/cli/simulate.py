@@ -49,40 +49,52 @@ def simulate(
     context: typer.Context,
     settings: Any,
     replicas: Annotated[
-        list[int], typer.Option(min=1, help="Number of replicas; given again: one more case.")
+        list[int],
+        typer.Option(min=1, help="Number of replicas; repeat the option for several cases."),
     ] = [8],  # noqa: B006  (typer copies it)
     shards: Annotated[
-        list[int], typer.Option(min=1, help="Number of pools; likewise, each with each.")
+        list[int],
+        typer.Option(
+            min=1, help="Number of pools; repeat it to combine each with each number of replicas."
+        ),
     ] = [1],  # noqa: B006
-    requests: Annotated[int, typer.Option(min=1, help="How many requests come.")] = 2000,
+    requests: Annotated[int, typer.Option(min=1, help="Number of requests.")] = 2000,
     rate: Annotated[
-        float | None, typer.Option(min=1e-6, help="Poisson arrivals, requests per second.")
+        float | None,
+        typer.Option(min=1e-6, help="Open loop: requests per second, Poisson arrivals."),
     ] = None,
     in_flight: Annotated[
-        int | None, typer.Option(min=1, help="Closed loop: so many at a time.")
+        int | None, typer.Option(min=1, help="Closed loop with this many requests at a time.")
     ] = None,
     per_replica: Annotated[
         bool,
-        typer.Option("--per-replica", help="Requests, rate, in flight are for each."),
+        typer.Option(
+            "--per-replica",
+            help="Multiply --requests, --rate and --in-flight by the number of replicas.",
+        ),
     ] = False,
     prompt_tokens: Annotated[
         str, lengths("N, N..M or lognormal:MEDIAN:SIGMA.")
     ] = "lognormal:200:0.8",
     new_tokens: Annotated[str, lengths("Likewise.")] = "lognormal:200:0.6",
-    acceptance: Annotated[float, typer.Option(min=0, max=1, help="Of draft tokens.")] = 0.7,
+    acceptance: Annotated[
+        float, typer.Option(min=0, max=1, help="Acceptance rate of draft tokens.")
+    ] = 0.7,
     device: Annotated[str, _one_of(DEVICES)] = "h100",
     pair: Annotated[str, _one_of(PAIRS)] = "qwen3-8b/0.6b",
     pool_cost: Annotated[
-        Literal["none", "measured"], typer.Option(help="What a batch costs in the pool.")
+        Literal["none", "measured"], typer.Option(help="Time that a batch occupies its pool.")
     ] = "measured",
     seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same figures.")] = 0,
     json: Annotated[Path | None, output("Write the figures here.")] = None,
 ) -> None:
-    """The real scheduler over many replicas in virtual time; see docs/simulate.md."""
+    """Run the real scheduler with simulated replicas in virtual time. See docs/simulate.md."""
     if (rate is None) == (in_flight is None):
         raise typer.BadParameter("give either --rate or --in-flight")
     if max(shards) > min(replicas):
-        raise typer.BadParameter("every shard needs a replica")
+        raise typer.BadParameter(
+            "every shard needs a replica: give at least as many --replicas as --shards"
+        )
     tokens = parse_lengths(prompt_tokens), parse_lengths(new_tokens)
     hardware = Roofline(DEVICES[device], *PAIRS[pair])
     spec = ReplicaSpec(

@@ -27,7 +27,14 @@ _CPUS_LEAST = 0.001
 
 
 def gpus_of(config: ClusterConfig) -> float:
-    """What a replica, or each of its ranks, asks of Ray: no two load onto one GPU by accident."""
+    """What a replica, or each of its ranks, asks of Ray: no two load onto one GPU by accident. A
+    draft model with a GPU of its own has a whole one beside."""
+    gpus, draft_device = _gpus_of_target(config), config.replica.drafting.draft_device
+    apart = draft_device is not None and draft_device.startswith("cuda")
+    return math.ceil(gpus) + 1.0 if gpus and apart else gpus
+
+
+def _gpus_of_target(config: ClusterConfig) -> float:
     if config.actors.replica_gpus is not None:
         return config.actors.replica_gpus
     if config.replica.device != "auto":
@@ -43,23 +50,16 @@ def gpus_of(config: ClusterConfig) -> float:
     return (10_000 // replicas_per_gpu) / 10_000
 
 
-def gpus_of_rank_0(config: ClusterConfig, gpus: float) -> float:
-    """The same with the GPU of a draft model that has one of its own, which is a whole one."""
-    apart = (config.replica.drafting.draft_device or "").startswith("cuda")
-    return math.ceil(gpus) + 1.0 if gpus and apart else gpus
-
-
 def placement(config: ClusterConfig, gpus: float) -> dict[str, Any]:
     """Serve's options for a replica of several ranks: a placement group for all of them."""
     ranks = config.replica.tensor_parallel
     if ranks == 1:
         return {}
     bundle = {"CPU": max(config.actors.replica_cpus, _CPUS_LEAST)}
-    first = dict(bundle)
     if gpus:
-        bundle["GPU"], first["GPU"] = gpus, gpus_of_rank_0(config, gpus)
+        bundle["GPU"] = gpus
     return {
-        "placement_group_bundles": [first, *[bundle] * (ranks - 1)],
+        "placement_group_bundles": [bundle] * ranks,
         "placement_group_strategy": config.actors.ranks_strategy,
     }
 
@@ -69,7 +69,7 @@ def surging(config: ClusterConfig, gpus: float) -> ClusterConfig:
     one would wait for ever beside those that it is to replace."""
     surge = config.actors.surge
     if surge is None:
-        needs = {"GPU": gpus_of_rank_0(config, gpus), "CPU": config.actors.replica_cpus}
+        needs = {"GPU": gpus, "CPU": config.actors.replica_cpus}
         ranks = config.replica.tensor_parallel
         surge = _has_places(needs, ranks * (config.replicas_max + 1))
     actors = config.actors.model_copy(update={"surge": surge})

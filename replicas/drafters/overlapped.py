@@ -213,13 +213,13 @@ class OverlappedSource(DraftSource):
 
 
 def _own_device(config: ReplicaConfig, target: torch.device) -> torch.device:
-    """As the setting names it; a GPU without a number is the one after the target's, or after those
-    of its ranks. Raises PairRefused."""
+    """As the setting names it; a GPU without a number is the one after the target's. Raises
+    PairRefused."""
     name = config.drafting.draft_device
     assert name is not None
     own = resolve_device(name)
     if name == "cuda" and target.type == "cuda":
-        number = (target.index + config.tensor_parallel) % torch.cuda.device_count()
+        number = (target.index + 1) % torch.cuda.device_count()
         own = torch.device("cuda", number)
     if own.type == "cuda" and own == target:
         raise PairRefused(f"{FIELD}: {own} is the target's device; the draft model needs another")

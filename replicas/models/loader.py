@@ -123,8 +123,7 @@ def load_config(path: str, config: ReplicaConfig, field: str) -> Any:
         of_method = AUTO_QUANTIZATION_CONFIG_MAPPING.get(method)
         if of_method is None or "dequantize" not in inspect.signature(of_method).parameters:
             raise PairRefused(
-                f"{field}: {path} is quantized by {method}, of which transformers reads no plain"
-                " weights"
+                f"{field}: {path} is quantized by {method}, which transformers cannot dequantize"
             )
         loaded.quantization_config = {**quantization, "dequantize": True}
     return text_part(loaded, field, path)

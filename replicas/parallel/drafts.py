@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import pad
 
-from replicas.drafters import Drafter, DraftRequest, DraftsAhead, Observation, Proposal
+from replicas.drafters import Drafter, DraftRequest, Observation, Proposal
 from replicas.stopwatch import Stopwatch
 
 
@@ -25,8 +25,6 @@ class LeadingDrafter:
         self.begin, self.end = drafter.begin, drafter.end
         self.observe, self.rollback = drafter.observe, drafter.rollback
         self.valid = drafter.valid
-        if isinstance(drafter, DraftsAhead):
-            self.device, self.draft_ahead = drafter.device, drafter.draft_ahead
 
     def propose(self, request: DraftRequest, watch: Stopwatch) -> Proposal:
         proposal = self._drafter.propose(request, watch)

@@ -112,8 +112,7 @@ class ParallelReplica:
         return result
 
     def draft_ahead(self, batch: Batch) -> None:
-        """As `Replica.draft_ahead`: rank 0 drafts for all."""
-        self.replica.draft_ahead(batch)
+        """Its drafter has no device of its own."""
 
     def release(self, sequence_ids: Iterable[str]) -> None:
         """As `Replica.release`; raises ReplicaBroken."""
@@ -159,7 +158,7 @@ def load_replica(config: ReplicaConfig) -> Replica | ParallelReplica:
         return Replica.load(config)
     if resolve_device(config.device).type == "cuda" and torch.cuda.device_count() < count:
         raise PairRefused(
-            f"tensor_parallel: {count} devices are asked for, {torch.cuda.device_count()} are here"
+            f"tensor_parallel: needs {count} devices, this machine has {torch.cuda.device_count()}"
         )
     return load_parallel(config)
 

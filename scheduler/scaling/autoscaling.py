@@ -38,30 +38,31 @@ class AutoscalingConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     min_replicas: int = Field(
-        default=1, ge=0, description="Fewest; 0: none while there is no request."
+        default=1, ge=0, description="Minimum of replicas; 0: none while there is no request."
     )
-    max_replicas: int = Field(default=4, ge=1, description="Most.")
+    max_replicas: int = Field(default=4, ge=1, description="Maximum of replicas.")
     drain_s: float = Field(
         default=10.0,
         gt=0,
-        description="Wanted time to serve all tokens that accepted requests are still expected"
-        " to commit.",
+        description="Target time to serve all outstanding tokens of accepted requests.",
     )
     up_delay_s: float = Field(
         default=2.0,
         ge=0,
-        description="How long a load must last until replicas are added; none from zero to one.",
+        description="How long a load must last before replicas are added; from zero to one there"
+        " is no delay.",
     )
     down_delay_s: float = Field(
-        default=60.0, ge=0, description="How long a low load must last until replicas are removed."
+        default=60.0, ge=0, description="How long a low load must last before replicas are removed."
     )
     idle_s: float = Field(
-        default=300.0, ge=0, description="Time without any request until the last replica goes."
+        default=300.0, ge=0, description="Time without any request before the last replica ends."
     )
     tokens_per_s: float = Field(
         default=500.0,
         gt=0,
-        description="What one replica is taken to commit per second until that was measured.",
+        description="Tokens per second that one replica is assumed to commit until this is"
+        " measured.",
     )
 
     @model_validator(mode="after")

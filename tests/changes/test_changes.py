@@ -261,7 +261,7 @@ def test_lockstep_serve_takes_the_place_of_no_application_that_it_did_not_make(
         timeout=BOUND_S,
     )
     assert ran.returncode == 1, ran.stdout
-    assert "it stays as it is. --replace takes its place" in ran.stdout
+    assert "left unchanged. --replace replaces it" in ran.stdout
     assert "Traceback" not in ran.stdout
     assert serving(hosted) == before
 

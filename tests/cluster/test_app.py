@@ -11,6 +11,10 @@ from cluster.app import build_app
 from cluster.config_sources import from_args
 
 
+APART = {"method": "draft_model", "model": "tiny", "draft_device": "cuda"}
+"""A draft model with a GPU of its own."""
+
+
 def deployed_replicas(settings: dict[str, Any]) -> Any:
     """Serve's deployment of them."""
     return build_app(from_args(settings))._bound_deployment.init_args[2]._bound_deployment
@@ -29,6 +33,9 @@ def deployed_replicas(settings: dict[str, Any]) -> Any:
         ({"replica.device": "auto", "replicas": 4}, 3, 0.5),
         ({"replica.device": "auto", "replicas": 3}, 1, 0.3333),
         ({"replica.device": "cuda", "actors": {"replica_gpus": 0.25}}, 1, 0.25),
+        ({"replica": {"device": "cuda", "speculative_config": APART}}, 2, 2.0),
+        ({"replica": {"device": "auto", "speculative_config": APART}, "replicas": 4}, 2, 2.0),
+        ({"replica": {"device": "cpu", "speculative_config": APART}}, 2, 0.0),
         ({"replica": {"device": "cuda", "tensor_parallel": 2}}, 0, 1.0),
         ({"replica": {"device": "auto", "tensor_parallel": 2}}, 4, 1.0),
         ({"replica": {"device": "auto", "tensor_parallel": 2}}, 0, 0.0),
@@ -74,27 +81,6 @@ def test_ranks_have_a_bundle_each_in_the_placement_group_of_their_replica(
     # The replica itself is rank 0, in the first bundle.
     assert deployment.ray_actor_options["num_gpus"] == bundle.get("GPU", 0.0)
     assert deployed_replicas(settings)._replica_config.placement_group_bundles is None
-
-
-@pytest.mark.parametrize(
-    ("draft_device", "device", "ranks", "first"),
-    [
-        ("cuda", "cuda", 1, 2.0),
-        ("cuda:4", "cuda", 3, 2.0),
-        ("cpu", "cuda", 3, 1.0),
-        ("cuda:1", "cuda:0", 1, 0.0),
-    ],
-)
-def test_a_draft_model_with_a_gpu_of_its_own_has_it_in_rank_0(
-    draft_device: str, device: str, ranks: int, first: float
-) -> None:
-    said = {"method": "draft_model", "model": "tiny", "draft_device": draft_device}
-    replica = {"device": device, "tensor_parallel": ranks, "speculative_config": said}
-    deployment = deployed_replicas({"replica": {"target": "tiny", **replica}})
-    assert deployment.ray_actor_options["num_gpus"] == first
-    if ranks > 1:
-        bundles = deployment._replica_config.placement_group_bundles
-        assert [bundle["GPU"] for bundle in bundles] == [first, *[1.0] * (ranks - 1)]
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,10 @@ NONE = {"method": "draft_model", "model": "/models/none"}
         ({"context_len": 100_000}, "context_len: 100000 is over the target's own limit"),
         ({"num_gpu_blocks_override": None, "memory": "2MiB"}, "least"),
         # A whole model is no head.
-        ({"speculative_config": {"method": "eagle3", "model": "TARGET"}}, "served is one layer"),
+        (
+            {"speculative_config": {"method": "eagle3", "model": "TARGET"}},
+            "only one layer is served",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused_without_its_weights(

@@ -137,7 +137,7 @@ def test_a_flag_that_is_no_more_is_refused_with_the_one_to_use() -> None:
         flag, use = ("--" + name.rpartition(".")[2].replace("_", "-") for name in (old, new))
         command = "plan" if old.startswith("replica") else "simulate"
         said = " ".join(lockstep(command, flag, "1", code=2).split())
-        assert f"Invalid value for '{flag}': is no option; use {use}" in said
+        assert f"Invalid value for '{flag}': no such option; use {use}" in said
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.7", "10.0.0.1", "lockstep.example"])

@@ -205,7 +205,7 @@ def test_what_another_run_has_put_there_stays_unless_the_user_says_otherwise(
     seen.deployed = True
     seen.proxies = {"node": "HEALTHY"}
     cluster = ClusterRun(CONFIG)
-    with pytest.raises(StartFailed, match=r"stays as it is\. --replace takes its place"):
+    with pytest.raises(StartFailed, match=r"left unchanged\. --replace replaces it"):
         cluster.deploy(APPLICATION, join_ray=True)
     cluster.stop(at_once=True)
     assert calls == [("init", None), ("stop_pools", 0.0), "shutdown"]

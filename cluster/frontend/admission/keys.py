@@ -49,19 +49,19 @@ class KeyEntry(BaseModel):
 
     name: str = Field(
         pattern=r"^[a-zA-Z0-9][a-zA-Z0-9_.-]{0,63}$",
-        description="Tenant of requests with this key; told to clients that send it, never logged.",
+        description="Name of the tenant; its clients can see it, logs never have it.",
     )
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$", description="Hash of the key, in hex.")
     priority_max: Literal["high", "normal", "low"] = Field(
-        "normal", description="The highest class that it may ask for."
+        "normal", description="Highest priority class that its requests may have."
     )
     tokens_per_minute: int | None = Field(
-        None, ge=1, description="Prompt and new tokens; no limit unless given."
+        None, ge=1, description="Limit of prompt and new tokens per minute. Default: no limit."
     )
     requests_max: int | None = Field(
-        None, ge=1, description="Requests in flight; no limit unless given."
+        None, ge=1, description="Limit of requests in flight. Default: no limit."
     )
-    operator: bool = Field(False, description="May see metrics and the dashboard.")
+    operator: bool = Field(False, description="The key also opens the metrics and the dashboard.")
 
     @property
     def priority(self) -> Priority:

@@ -30,9 +30,9 @@ def read_config(name: str) -> dict[str, Any]:
     try:
         said = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise PairRefused(f"config.json: no JSON: {error}") from None
+        raise PairRefused(f"config.json: not JSON: {error}") from None
     if not isinstance(said, dict):
-        raise PairRefused("config.json: no object")
+        raise PairRefused("config.json: not a JSON object")
     return said
 
 
@@ -96,7 +96,7 @@ def _read(name: str, values: bool = True) -> dict[str, torch.Tensor]:
     else:
         file = cached_file(name, "pytorch_model.bin", _raise_exceptions_for_missing_entries=False)
         if file is None:
-            raise PairRefused("neither model.safetensors nor pytorch_model.bin is there")
+            raise PairRefused("has neither model.safetensors nor pytorch_model.bin")
         found = read_pickled(file)
     return {key: value for key, value in found.items() if not key.endswith(_IGNORED)}
 

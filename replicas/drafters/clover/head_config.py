@@ -82,7 +82,7 @@ def clover_config(said: Mapping[str, Any], names: Collection[str], target: Any) 
     """
     own = said.get("clover")
     if not isinstance(own, Mapping):
-        raise PairRefused("clover is missing: its layers and heads")
+        raise PairRefused("clover: must be given, with num_layers and num_heads")
     layers, heads = (_count(own, name) for name in ("num_layers", "num_heads"))
     if said.get("model_type") != "llama":
         raise PairRefused(
@@ -90,7 +90,7 @@ def clover_config(said: Mapping[str, Any], names: Collection[str], target: Any) 
         )
     layer = AutoConfig.for_model(**said)
     if layer.hidden_act != "silu":
-        raise PairRefused(f"hidden_act: {layer.hidden_act!r}; served is 'silu'")
+        raise PairRefused(f"hidden_act: {layer.hidden_act!r}; only 'silu' is served")
     if layer.attention_bias or layer.mlp_bias:
         raise PairRefused("attention_bias: layers with biases are not served")
     if layer.hidden_size != target.hidden_size:

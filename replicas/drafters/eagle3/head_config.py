@@ -119,7 +119,7 @@ def eagle3_config(said: Mapping[str, Any], names: Collection[str], target: Any) 
     )
     own_embedding = "embed_tokens.weight" in names
     if width != target_width and not own_embedding:
-        raise PairRefused("embed_tokens.weight is missing: the target's has another width")
+        raise PairRefused("embed_tokens.weight is missing, and the target's has another width")
     return Eagle3Config(
         width=width,
         target_width=target_width,
@@ -146,9 +146,9 @@ def _layer(said: Mapping[str, Any]) -> Any:
         raise PairRefused(f"model_type: layers of kind {kind!r}; served are {', '.join(_LAYERS)}")
     layer = AutoConfig.for_model(**said)
     if layer.num_hidden_layers != 1:
-        raise PairRefused(f"num_hidden_layers: {layer.num_hidden_layers}; served is one layer")
+        raise PairRefused(f"num_hidden_layers: {layer.num_hidden_layers}; only one layer is served")
     if layer.hidden_act != "silu":
-        raise PairRefused(f"hidden_act: {layer.hidden_act!r}; served is 'silu'")
+        raise PairRefused(f"hidden_act: {layer.hidden_act!r}; only 'silu' is served")
     return layer
 
 
@@ -160,6 +160,7 @@ def _aux_layers(ids: list[int] | None, layers: int) -> tuple[int, ...]:
         numbers = [number + 1 for number in numbers]
     if not all(0 <= number < layers for number in numbers):
         raise PairRefused(
-            f"eagle_aux_hidden_state_layer_ids: {ids or numbers} of a target with {layers} layers"
+            f"eagle_aux_hidden_state_layer_ids: {ids or numbers}: must be below the last"
+            f" of the target's {layers} layers"
         )
     return tuple(numbers)

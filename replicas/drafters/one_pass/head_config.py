@@ -158,7 +158,7 @@ def one_pass_config(said: Mapping[str, Any], names: Collection[str], target: Any
     width, target_width = layer.hidden_size, _target_width(keys, layer, target)
     for own, what in ((own_embedding, "embed_tokens.weight"), (own_head, "lm_head.weight")):
         if width != target_width and not own:
-            raise PairRefused(f"{what} is missing: the target's has another width")
+            raise PairRefused(f"{what} is missing, and the target's has another width")
     vocab = keys.get("draft_vocab_size") or target.vocab_size
     if vocab != target.vocab_size and not own_head:
         raise PairRefused(f"lm_head.weight is missing: the head drafts from {vocab} tokens")
@@ -209,7 +209,7 @@ def _layers(said: Mapping[str, Any]) -> Any:
         )
     layer = AutoConfig.for_model(**said)
     if layer.hidden_act != "silu":
-        raise PairRefused(f"hidden_act: {layer.hidden_act!r}; served is 'silu'")
+        raise PairRefused(f"hidden_act: {layer.hidden_act!r}; only 'silu' is served")
     return layer
 
 
@@ -235,7 +235,7 @@ def _attention(
     sliding = [kind == "sliding_attention" for kind in layer.layer_types]
     window = layer.sliding_window
     if any(sliding) and not window:
-        raise PairRefused("sliding_window: there are sliding layers, and it is not said")
+        raise PairRefused("sliding_window: must be given, because the head has sliding layers")
     causal = [layer and not keys.get("sliding_window_non_causal", False) for layer in sliding]
     forced = keys.get("is_causal", keys.get("causal"))
     if not speculators and forced is not None:
@@ -252,14 +252,14 @@ def _aux_layers(keys: Mapping[str, Any], speculators: bool, layers: int) -> tupl
         raise PairRefused(f"{name} is missing: the layers of the target that the head sees")
     numbers = ids if speculators else [number + 1 for number in ids]
     if not all(0 <= number < layers for number in numbers):
-        raise PairRefused(f"{name}: {ids} of a target with {layers} layers")
+        raise PairRefused(f"{name}: {ids}: must be below the last of the target's {layers} layers")
     return tuple(numbers)
 
 
 def _mask(keys: Mapping[str, Any], vocab: int) -> int:
     number = _number(keys, "mask_token_id")
     if not 0 <= number < vocab:
-        raise PairRefused(f"mask_token_id: {number} of a target with {vocab} tokens")
+        raise PairRefused(f"mask_token_id: {number}: must be one of the target's {vocab} tokens")
     return number
 
 

@@ -45,8 +45,8 @@ _READ = "lockstep_layers"
 _CACHES = {"past_key_values", "cache_params"}
 """Arguments by which a model's forward pass takes a cache; one without attends over its tokens."""
 _STATES = (
-    "some of its layers carry a state from token to token, or keep something else than keys and"
-    " values; only attention over keys and values is served"
+    "some layers carry a state from token to token, or cache other data than keys and values; only"
+    " attention over keys and values is served"
 )
 
 
@@ -113,8 +113,8 @@ def read_layers(model: PreTrainedModel) -> tuple[LayerShape, ...]:
     except Exception as error:  # of a model's own code
         _log.debug("%s", name, exc_info=True)
         raise PairRefused(
-            f"{name} is not served: its code asks for a cache of its own kind, or fails over a"
-            " paged one"
+            f"{name} is not served: its code needs a cache of its own kind, or fails with a paged"
+            " one"
         ) from error
     finally:
         _NOTES.remove(notes)
@@ -125,8 +125,8 @@ def read_layers(model: PreTrainedModel) -> tuple[LayerShape, ...]:
     )
     if len(notes.layers) < notes.updates or not takes_cache:
         raise PairRefused(
-            f"{name} is not served: it computes attention by code of its own, which knows nothing"
-            " of several requests in one pass"
+            f"{name} is not served: its own code for attention cannot compute several requests in"
+            " one pass"
         )
     if len(notes.layers) < model.config.get_text_config().num_hidden_layers:
         raise PairRefused(f"{name} is not served: {_STATES}")
@@ -298,7 +298,7 @@ def _noting_attention(
         seen = _Seen(window=kwargs["own_window"])
     if seen.otherwise:
         raise NotDescribed(
-            "its attention sees other positions than those before, of all, a window or a chunk"
+            "its attention mask is no causal mask over all positions, a window or a chunk"
         )
     heads, kv_heads = query.shape[1], key.shape[1]
     if heads % kv_heads:

@@ -81,11 +81,13 @@ def read_weights(
         weights = plain_weights(_weight_files(path), packing, path)
         model, found = _class_of(config, path).from_pretrained(None, state_dict=weights, **options)
     if missing := sorted(found["missing_keys"]):
-        raise PairRefused(f"{path}: without {len(missing)} weights of the model: {missing[0]}")
+        raise PairRefused(
+            f"{path}: lacks {len(missing)} weights of the model, such as {missing[0]}"
+        )
     for name, stored, wanted in sorted(found["mismatched_keys"]):
         raise PairRefused(
-            f"{path}: {name} has shape {tuple(stored)}, to the model {tuple(wanted)}; is the"
-            " config.json that of these weights?"
+            f"{path}: {name} has shape {tuple(stored)}, the model expects {tuple(wanted)};"
+            " does the config.json belong to these weights?"
         )
     patterns = [re.compile(pattern) for pattern in _HARMLESS]
     unused = sorted(
@@ -95,8 +97,8 @@ def read_weights(
     )
     if unused:
         raise PairRefused(
-            f"{path}: {len(unused)} tensors that the model has no place for: {unused[0]}; is the"
-            " config.json that of these weights?"
+            f"{path}: {len(unused)} tensors have no place in the model, such as {unused[0]};"
+            " does the config.json belong to these weights?"
         )
     _check_tied(path, model)
     return model

@@ -132,7 +132,9 @@ def _write_weights(file: Path, dtype: str, part: Path) -> None:
         )
     if missing := sorted(found["missing_keys"]):
         # They would be random numbers.
-        raise PairRefused(f"{file}: without {len(missing)} weights of the model: {missing[0]}")
+        raise PairRefused(
+            f"{file}: lacks {len(missing)} weights of the model, such as {missing[0]}"
+        )
     model.save_pretrained(part)
 
 

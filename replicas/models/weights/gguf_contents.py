@@ -148,7 +148,8 @@ class GgufContents:
         unused = sorted(self.tensors - set(used) - {_FREQUENCIES})
         if unused:
             raise PairRefused(
-                f"{self.path}: {len(unused)} tensors that the model has no place for: {unused[0]}"
+                f"{self.path}: {len(unused)} tensors have no place in the model, such as"
+                f" {unused[0]}"
             )
 
 

@@ -35,11 +35,14 @@ DEMO = (
         (["--requests", "0"], "--requests"),
         (["--max-new-tokens", "10000000000"], "max_new_tokens"),
         (["--seed", str(2**63 - 1)], "--seed"),
-        (["--rows-max", "4"], "scheduler.rows_max: only with --engine"),
-        (["--model", "x"], "--model, --endpoint: only with --openai"),
-        (["--openai", "http://127.0.0.1:1"], "--openai: needs --prompts"),
-        (["--engine", "--address", "x"], "--address: not with --engine and --openai"),
-        (["--openai", "x", "--draft-len", "2"], "--openai: not with --engine and --draft-len"),
+        (["--rows-max", "4"], "scheduler.rows_max: needs --engine"),
+        (["--model", "x"], "--model and --endpoint need --openai"),
+        (["--openai", "http://127.0.0.1:1"], "--openai needs --prompts"),
+        (["--engine", "--address", "x"], "--address: cannot be combined with --engine or --openai"),
+        (
+            ["--openai", "x", "--draft-len", "2"],
+            "--openai cannot be combined with --engine or --draft-len",
+        ),
     ],
 )
 def test_what_contradicts_itself_or_is_wrong_is_named(arguments: list[str], said: str) -> None:

@@ -208,7 +208,7 @@ def test_of_a_key_the_settings_have_the_hash(
         (["--replicas", "0", "--dtype", "x"], "--replicas: must be at least 1, is '0'; --dtype: "),
         (["--http-host", "0.0.0.0"], "--allow-anyone"),
         (["--seed", str(2**63)], "--seed: must be below 9223372036854775808"),
-        (["--api-key", "a b"], "--api-key: an API key is one word"),
+        (["--api-key", "a b"], "--api-key: an API key must be"),
         (["--chat-template", "nowhere.jinja"], "nowhere.jinja"),
         (["--chat-template", "FOLDER/latin"], "latin: not UTF-8"),
         (["--chat-template", "FOLDER/broken"], "chat_template: no chat template in Jinja: line"),

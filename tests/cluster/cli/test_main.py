@@ -125,11 +125,11 @@ def test_prompt_files(tmp_path: Path) -> None:
     ("content", "named"),
     [
         (b"", "no prompts"),
-        (b'{"prompt": "a"}\n{', ":2: no JSON with a prompt"),
+        (b'{"prompt": "a"}\n{', ":2: not a JSON object with a prompt"),
         (b"[1]", ":1: .*Expected `object`"),
-        (b'{"prompt": ""}', ":1: expected a text"),
+        (b'{"prompt": ""}', ":1: .* must be a non-empty text"),
         # Half a character.
-        (b'{"prompt": "a"}\n{"prompt": "b\\ud800"}', ":2: no JSON with a prompt"),
+        (b'{"prompt": "a"}\n{"prompt": "b\\ud800"}', ":2: not a JSON object with a prompt"),
         (b'{"prompt": "a"}\n{"prompt": "\xe9"}\n', ":2: .*utf-8"),
     ],
 )

@@ -166,7 +166,7 @@ def test_the_terminal_says_what_fits_or_the_least_that_would(
             "torch sees no GPU; --memory plans for one that is not here",
             marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
         ),
-        (["--device", "cuda:1", "--tensor-parallel", "2"], "device cuda:1 is one of several"),
+        (["--device", "cuda:1", "--tensor-parallel", "2"], "device cuda:1 is a single device"),
         (["--context-len", "4096"], "context_len: 4096 is over"),
         (["--target", "/nowhere"], "/nowhere"),
         (["--config", "/nowhere.yaml"], "/nowhere.yaml"),

@@ -216,7 +216,7 @@ def test_it_sees_other_targets_before_their_last_norm(tmp_path: Path, architectu
 @pytest.mark.parametrize(
     ("whole", "message"),
     [
-        ({**said(), "clover": None}, "clover is missing"),
+        ({**said(), "clover": None}, "clover: must be given"),
         (said(clover={"num_layers": 0}), "clover.num_layers: must be 1 or more, is 0"),
         (said(clover={"num_heads": None}), "clover.num_heads: must be 1 or more, is None"),
         (said(model_type="qwen3"), "model_type: layers of kind 'qwen3'"),

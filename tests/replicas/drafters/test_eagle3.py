@@ -239,7 +239,7 @@ def test_what_a_config_does_not_say() -> None:
         (said(False, target_hidden_size=64), "target_hidden_size: 64, but the target is 32 wide"),
         (said(False, hidden_size=64, target_hidden_size=32), "embed_tokens.weight is missing"),
         (said(False, eagle_config={"use_aux_hidden_state": False}), "use_aux_hidden_state"),
-        (said(True, eagle_aux_hidden_state_layer_ids=[2, 3]), r"layer_ids: \[2, 3\] of .* 3"),
+        (said(True, eagle_aux_hidden_state_layer_ids=[2, 3]), r"layer_ids: \[2, 3\]: .* 3 layers"),
     ],
 )
 def test_a_config_that_does_not_fit_is_refused(whole: dict[str, Any], message: str) -> None:

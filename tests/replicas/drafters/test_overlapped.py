@@ -239,6 +239,12 @@ def test_what_cannot_be_overlapped_is_refused(settings: dict[str, object], messa
         ReplicaConfig(speculative_config=settings)
 
 
+def test_ranks_cannot_be_overlapped_yet() -> None:
+    said = {"method": "draft_model", "model": "tiny", "draft_device": "cpu"}
+    with pytest.raises(ValidationError, match="draft_device: not with tensor_parallel"):
+        ReplicaConfig(tensor_parallel=2, speculative_config=said)
+
+
 def test_a_setting_puts_the_draft_model_on_a_thread_of_its_own() -> None:
     said = {"method": "draft_model", "model": "tiny", "draft_device": "cpu"}
     config = ReplicaConfig(

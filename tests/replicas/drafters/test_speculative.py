@@ -70,11 +70,11 @@ NUMBER = "num_speculative_tokens"
     [
         ({"method": "suffix", "modle": "x"}, r"speculative_config\.modle\n.*Extra inputs"),
         ({"method": "sufix"}, r"speculative_config\.method\n.*'draft_model', 'suffix', 'eagle3'"),
-        ({"method": "eagle3"}, r"speculative_config\n.*model: method eagle3 needs one"),
-        ({"method": "dspark"}, r"speculative_config\n.*model: method dspark needs one"),
+        ({"method": "eagle3"}, r"speculative_config\n.*model: method eagle3 needs a model"),
+        ({"method": "dspark"}, r"speculative_config\n.*model: method dspark needs a model"),
         (
             {"method": "suffix", "model": "x"},
-            r"speculative_config\n.*model: method suffix has none",
+            r"speculative_config\n.*model: method suffix takes no model",
         ),
         (
             {"method": "suffix", "enable_suffix_decoding": True},
@@ -88,7 +88,10 @@ NUMBER = "num_speculative_tokens"
             {"method": "none", NUMBER: 2},
             rf"speculative_config\n.*{NUMBER}: method none drafts nothing",
         ),
-        ({"method": "suffix", "adaptive": False}, rf"speculative_config\n.*{NUMBER}: needed where"),
+        (
+            {"method": "suffix", "adaptive": False},
+            rf"speculative_config\n.*{NUMBER}: must be given if",
+        ),
     ],
 )
 def test_a_setting_that_means_nothing_is_refused_by_name(

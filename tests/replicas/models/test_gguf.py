@@ -242,5 +242,7 @@ def test_a_part_of_a_file_is_refused(cut: int, file: Path, tmp_path: Path) -> No
 def test_weights_that_are_not_there_are_not_made_up(tmp_path: Path, model: PreTrainedModel) -> None:
     path = tmp_path / "short.gguf"
     write_gguf(path, model, without="output_norm.weight")
-    with pytest.raises(PairRefused, match=r"short\.gguf: without 1 weights of the model: .*norm"):
+    with pytest.raises(
+        PairRefused, match=r"short\.gguf: lacks 1 weights of the model, such as .*norm"
+    ):
         load_pair(settings(str(path)))

@@ -204,7 +204,11 @@ def test_a_packing_that_is_not_read_is_refused_by_name(
         ("scales", torch.ones(3, 48), r"up_proj: numbers and scales do not fit"),
         ("qweight", torch.ones(4, 48), r"up_proj: qweight is \(4, 48\) of torch.float32"),
         ("weight", torch.ones(48, 32), r"up_proj is stored packed and plain"),
-        ("extra", torch.ones(4), r"no place for: model\.layers\.1\.mlp\.up_proj\.extra"),
+        (
+            "extra",
+            torch.ones(4),
+            r"no place in the model, such as model\.layers\.1\.mlp\.up_proj\.extra",
+        ),
     ],
 )
 def test_a_layers_tensors_that_do_not_fit_are_named(

@@ -39,10 +39,7 @@ TWO = config("tiny", tensor_parallel=2)
 @pytest.mark.parametrize(
     ("model_type", "vocab", "bias", "speculative"),
     [
-        (
-            *("llama", 512, False),
-            {"method": "draft_model", "model": "planted:tiny-draft", "draft_device": "cpu"},
-        ),
+        ("llama", 512, False, {"method": "draft_model", "model": "planted:tiny-draft"}),
         ("qwen3", 511, False, {"method": "suffix"}),
         ("glm4", 512, True, {"method": "eagle3", "model": "planted:head"}),
     ],
@@ -263,7 +260,7 @@ def test_a_rank_that_cannot_be_started_ends_those_that_were(tmp_path: Path) -> N
         ({"memory": 1000}, TooLittleMemory, "do not hold"),
         ({"tensor_parallel": 3}, PairRefused, "num_attention_heads is 4.*3 ranks"),
         ({"tensor_parallel": 4}, PairRefused, "num_key_value_heads is 2, which 4 ranks"),
-        ({"device": "cuda:1"}, ValidationError, "device cuda:1 is one of several"),
+        ({"device": "cuda:1"}, ValidationError, "device cuda:1 is a single device"),
     ],
 )
 def test_what_no_rank_can_have_is_refused_before_any_is_started(
