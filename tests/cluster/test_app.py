@@ -10,7 +10,6 @@ import ray
 from cluster.app import build_app
 from cluster.config_sources import from_args
 
-
 APART = {"method": "draft_model", "model": "tiny", "draft_device": "cuda"}
 """A draft model with a GPU of its own."""
 
