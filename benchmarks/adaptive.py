@@ -28,7 +28,7 @@ from scheduler.messages import (
     StepRow,
     TriedBatch,
 )
-from scheduler.simulation import Experiment, Setup, WorkloadRequest
+from scheduler.simulation import Experiment, Setup, Times, WorkloadRequest
 
 DRAFT = LinearCost(1.5e-3, 6e-5, 3e-8)
 """One pass, by rows and KV positions."""
@@ -68,13 +68,13 @@ class Compared:
         return self.chosen / self.fixed[self.best_fixed]
 
 
-def _trials() -> Iterator[TriedBatch]:
-    """As `replicas.calibration` makes them."""
+def trials(times: Times) -> Iterator[TriedBatch]:
+    """As `replicas.calibration` makes them, of a replica with these times."""
     for rows, k, _ in product((1, 8), (0, 4), range(3)):
         steps = tuple(StepRow(str(row), 64, k, 0) for row in range(rows))
         batch = Batch(0, "r0", BatchKind.SPECULATE, rows=steps, draft_len=k)
         done = tuple(RowResult(row.sequence_id, (1,), 1, k, asked_tokens=k) for row in steps)
-        yield batch, StepResult(0, "r0", done, 1, TIMES(batch))
+        yield batch, StepResult(0, "r0", done, 1, times(batch))
 
 
 def measure(
@@ -88,7 +88,7 @@ def measure(
     ]
 
     def speed(draft_len: int | None, timed: bool = True) -> float:
-        spec = ReplicaSpec(100_000, 16, 1 << 16, 2, trials=tuple(_trials()) if timed else ())
+        spec = ReplicaSpec(100_000, 16, 1 << 16, 2, trials=tuple(trials(TIMES)) if timed else ())
         config = SchedulerConfig(rows_max=rows, draft_len=draft_len)
         setup = Setup(1, spec, TIMES, config, message_s=(0.0, 0.0))
         figures = Experiment(setup, requests, Random(0)).run()

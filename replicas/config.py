@@ -52,6 +52,13 @@ class SpeculativeConfig(BaseModel):
         description="Choose the number of draft tokens by measured times and acceptance; false"
         " drafts num_speculative_tokens in every step.",
     )
+    draft_device: str | None = Field(
+        None,
+        pattern=r"^(cpu|cuda(:\d+)?)$",
+        description="Of draft_model: a device of its own, so that one batch is drafted while the"
+        " target checks another: another GPU, or beside a target on a CPU 'cpu', which is a thread"
+        " of its own. Null drafts on the target's device, one after the other.",
+    )
 
     @model_validator(mode="after")
     def _whole(self) -> SpeculativeConfig:
@@ -62,6 +69,8 @@ class SpeculativeConfig(BaseModel):
             raise ValueError(f"model: method {self.method} takes no model, is {self.model!r}")
         if not of_model and self.enable_suffix_decoding:
             raise ValueError(f"enable_suffix_decoding: method {self.method} has no model")
+        if self.draft_device and (self.method != "draft_model" or self.enable_suffix_decoding):
+            raise ValueError("draft_device: for method draft_model without suffix decoding only")
         if self.method == "draft_model" and self.model and is_planted(self.model):
             parse_planted(self.model)
         if self.method == "none" and self.num_speculative_tokens is not None:
@@ -239,4 +248,6 @@ class ReplicaConfig(BaseModel):
             raise ValueError(
                 f"tensor_parallel: device {self.device} is a single device; use 'cuda'"
             )
+        if self.tensor_parallel > 1 and self.drafting.draft_device:
+            raise ValueError("speculative_config.draft_device: not with tensor_parallel yet")
         return self

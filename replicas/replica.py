@@ -16,7 +16,7 @@ from replicas.calibration import calibrated, probe
 from replicas.config import ReplicaConfig
 from replicas.cuda import GraphedModel, buckets
 from replicas.decoding import DecodingRows, RowState, load_grammars
-from replicas.drafters import Drafter, DraftRequest, Observation
+from replicas.drafters import Drafter, DraftRequest, DraftsAhead, Observation
 from replicas.eqspec import step
 from replicas.fingerprint import fingerprint
 from replicas.grammars import Grammars
@@ -100,6 +100,7 @@ class Replica:
             embedding_size=self.target.vocab,
             **drafting(config, plan, drafter, pair.draft),
             rows_max=plan.rows_max,
+            overlaps=isinstance(drafter, DraftsAhead),
             prefix_sharing=config.prefix_sharing,
             target=name,
             device=str(pair.device),
@@ -133,6 +134,11 @@ class Replica:
         if batch.kind is BatchKind.PREFILL:
             return self._prefill(batch)
         return self._speculate(batch, interrupted)
+
+    def draft_ahead(self, batch: Batch) -> None:
+        """If it can, draft for a batch while others run; any thread may call it, before `step`."""
+        if isinstance(self.drafter, DraftsAhead) and batch.draft_len:
+            self._residents.draft_ahead(batch.rows, self.drafter, self.target.vocab)
 
     def release(self, sequence_ids: Iterable[str]) -> None:
         """Forget the residents and free their blocks; unknown ids are ignored."""
@@ -337,6 +343,7 @@ class Replica:
                 draft_s=watch.seconds("draft"),
                 verify_s=watch.seconds("verify"),
                 prefill_s=watch.seconds("catch_up"),
+                hidden_s=watch.seconds("hidden"),
                 total_s=perf_counter() - start,
             ),
         )

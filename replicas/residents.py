@@ -12,11 +12,12 @@ from itertools import takewhile
 import torch
 
 from replicas.decoding import RowState, token_logprobs
-from replicas.drafters import Drafter
+from replicas.drafters import Drafter, DraftRequest, DraftsAhead
 from replicas.grammars import Grammars
-from replicas.kv_cache import BlockAllocator, Chain, TokenRange
+from replicas.kv_cache import BlockAllocator, Chain, TokenRange, first_table
+from replicas.sampling import SamplingBatch
 from scheduler.decoding import Decoding, TokenLogprobs
-from scheduler.messages import PrefillRow, RowFailure, RowResult, Sampling
+from scheduler.messages import PrefillRow, RowFailure, RowResult, Sampling, StepRow
 
 
 @dataclass
@@ -235,6 +236,31 @@ class Residents(dict[str, Resident]):
             valid = min(valid, drafted)
         blocks = valid // self._blocks.block_size
         self._blocks.publish(sequence_id, resident.chain.keys(resident.content, blocks))
+
+    def draft_ahead(self, rows: Sequence[StepRow], drafter: DraftsAhead, vocab: int) -> None:
+        """Ask the drafter for what the first step of these rows will ask it for, unless their
+        blocks do not last for it: those are taken in the order of the batches. No batch that is
+        begun holds the rows. `vocab`: of the target."""
+        device = drafter.device
+        found = [self.get(row.sequence_id) for row in rows]
+        residents = [resident for resident in found if resident is not None]
+        lengths = [len(resident.content) for resident in residents]
+        if lengths != [row.length for row in rows] or any(each.to_prefill for each in residents):
+            return
+        caps = [
+            min(row.draft_len, resident.tokens_left - 1)
+            for row, resident in zip(rows, residents, strict=True)
+        ]
+        ids = [row.sequence_id for row in rows]
+        ends = zip(ids, lengths, caps, strict=True)
+        if max(caps) <= 0 or any(self._blocks.room(id) < length + cap for id, length, cap in ends):
+            return
+        sampling = SamplingBatch.of([resident.sampling for resident in residents], device)
+        starts = torch.tensor(lengths, device=device)[:, None] - 1
+        noise = sampling.noise_after(starts + torch.arange(1 + max(caps), device=device))
+        contents = [resident.content for resident in residents]
+        table = first_table(self._blocks.table(ids, device))
+        drafter.draft_ahead(DraftRequest(ids, contents, caps, sampling, table, noise, vocab))
 
     def settle(self, sequence_id: str) -> None:
         """Commits are final: give up what no later pass reads."""

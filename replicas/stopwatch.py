@@ -32,6 +32,10 @@ class Stopwatch:
             yield
             self._wall[name] += time.perf_counter() - begun_s
 
+    def add(self, name: str, seconds: float) -> None:
+        """What was timed elsewhere."""
+        self._wall[name] += seconds
+
     def seconds(self, name: str) -> float:
         """Waits for what a GPU has not done yet: an event that lies ahead has no time."""
         on_device_ms = 0.0

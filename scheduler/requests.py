@@ -208,6 +208,9 @@ class StepTimes:
     draft_s: float = 0.0
     verify_s: float = 0.0
     total_s: float = 0.0
+    hidden_s: float = 0.0
+    """What passed of `draft_s` and `prefill_s` while other batches ran, so that `total_s` is less
+    by it; negative where a step waited for its draft for longer than that took."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,6 +266,8 @@ class ReplicaSpec:
     """Rows of a batch that its memory lasts for; None: as many as the config says."""
     prefix_sharing: bool = False
     """Whether it keeps KV blocks of equal prefixes for others."""
+    overlaps: bool = False
+    """Whether it drafts a batch while it checks another one."""
     kv_groups: KvGroups = ()
     target: str = ""
     """Name of the target, for people."""

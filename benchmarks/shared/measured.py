@@ -154,7 +154,10 @@ class MeasuredWay:
         stepped = [result for result in results if result.steps]
         in_steps = sum(result.times.total_s for result in stepped)
         forward = sum(
-            result.times.draft_s + result.times.verify_s + result.times.prefill_s
+            result.times.draft_s
+            + result.times.verify_s
+            + result.times.prefill_s
+            - result.times.hidden_s
             for result in stepped
         )
         rows = [row for result in stepped for row in result.rows]

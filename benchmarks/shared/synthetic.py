@@ -84,6 +84,9 @@ class SyntheticReplica:
         gone = tuple(each for each in sequence_ids if each in self._simulated.residents)
         self._simulated.release(Release(self._simulated.id, gone))
 
+    def draft_ahead(self, batch: Batch) -> None:
+        """Its spec does not say that it overlaps."""
+
     def probe(self) -> None:
         """It is always sound."""
 

@@ -55,6 +55,10 @@ class Runner(Protocol):
 
     def step(self, batch: Batch) -> StepResult: ...
 
+    def draft_ahead(self, batch: Batch) -> None:
+        """Asked where the spec says that it overlaps."""
+        ...
+
     def release(self, sequence_ids: Iterable[str]) -> None: ...
 
 
@@ -166,6 +170,8 @@ class LocalEngine:
     def _act(self, action: Action, now_s: float) -> None:
         match action:
             case Dispatch(batch):
+                if self._runner.spec.overlaps:
+                    self._runner.draft_ahead(batch)
                 self._batches.append(batch)
             case Release(_, sequence_ids):
                 self._runner.release(sequence_ids)

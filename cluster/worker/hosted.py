@@ -9,7 +9,8 @@ from scheduler.messages import Batch, ReplicaSpec, StepResult
 
 
 class HostedReplica(Protocol):
-    """What is hosted; `replicas.replica.Replica` is one. Called from one thread only."""
+    """What is hosted; `replicas.replica.Replica` is one. Called from one thread, but
+    for `draft_ahead`."""
 
     spec: ReplicaSpec
 
@@ -19,6 +20,11 @@ class HostedReplica(Protocol):
         What a row's request leads to is in the row's result. An error is that batch's alone, unless
         the replica is `broken` then, or its `probe` raises.
         """
+        ...
+
+    def draft_ahead(self, batch: Batch) -> None:
+        """The batch is the next but for those in hand: begin to draft. Called before `step`, by
+        another thread, of a replica whose spec says that it overlaps."""
         ...
 
     def release(self, sequence_ids: Iterable[str]) -> None: ...

@@ -7,6 +7,7 @@ store (see `replicas.parallel.rendezvous`); Ray places them, says whether they l
 
 from __future__ import annotations
 
+import math
 import os
 from typing import Any
 
@@ -26,7 +27,14 @@ _CPUS_LEAST = 0.001
 
 
 def gpus_of(config: ClusterConfig) -> float:
-    """What a replica, or each of its ranks, asks of Ray: no two load onto one GPU by accident."""
+    """What a replica, or each of its ranks, asks of Ray: no two load onto one GPU by accident. A
+    draft model with a GPU of its own has a whole one beside."""
+    gpus, draft_device = _gpus_of_target(config), config.replica.drafting.draft_device
+    apart = draft_device is not None and draft_device.startswith("cuda")
+    return math.ceil(gpus) + 1.0 if gpus and apart else gpus
+
+
+def _gpus_of_target(config: ClusterConfig) -> float:
     if config.actors.replica_gpus is not None:
         return config.actors.replica_gpus
     if config.replica.device != "auto":

@@ -244,6 +244,8 @@ class Worker:
                     case Release(_, sequence_ids):
                         self._jobs.put(partial(self._release, sequence_ids=sequence_ids))
                     case Batch():
+                        if self._spec.overlaps:
+                            self._replica.draft_ahead(message)
                         self._jobs.put(partial(self._run, batch=message))
 
     def _read_all(self, reading: asyncio.Task[None]) -> None:

@@ -8,7 +8,15 @@ from replicas.drafters.clover import FIRST, LATER, CloverConfig, CloverSource, c
 from replicas.drafters.eagle3 import LAYER, Eagle3Config, Eagle3Source, eagle3_config
 from replicas.drafters.model import ModelSource
 from replicas.drafters.one_pass import MASK, OnePassConfig, OnePassSource, one_pass_config
-from replicas.drafters.protocol import Drafter, DraftRequest, DraftSource, Observation, Proposal
+from replicas.drafters.overlapped import OverlappedSource
+from replicas.drafters.protocol import (
+    Drafter,
+    DraftRequest,
+    DraftsAhead,
+    DraftSource,
+    Observation,
+    Proposal,
+)
 from replicas.drafters.suffix import SuffixSource
 from replicas.drafters.suffix_first import SuffixFirstSource
 
@@ -29,4 +37,6 @@ def draft_source(config: ReplicaConfig, target: Any) -> DraftSource | None:
     if said.method == "none":
         return None
     source = _METHODS[said.method](config, target)
+    if said.draft_device is not None:
+        return OverlappedSource.of(source, config)
     return SuffixFirstSource(source) if said.enable_suffix_decoding else source

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from transformers import PreTrainedModel
@@ -114,6 +114,19 @@ class Drafter(Protocol):
 
     def valid(self, row: str) -> int | None:
         """KV positions of the row that its caches hold, for sharing blocks; None: it has none."""
+        ...
+
+
+@runtime_checkable
+class DraftsAhead(Protocol):
+    """A drafter with a device of its own: it drafts one batch while the target checks another."""
+
+    device: torch.device
+
+    def draft_ahead(self, request: DraftRequest) -> None:
+        """Begin to draft what the next `propose` for these rows asks for; the request is on this
+        drafter's device. No batch that holds one of the rows runs meanwhile, and any thread may
+        call."""
         ...
 
 

@@ -71,6 +71,10 @@ class BlockAllocator:
         changes nothing."""
         self._extend(sequence_id, self._keeping, length)
 
+    def room(self, sequence_id: str) -> int:
+        """Positions that its blocks hold, where all are kept."""
+        return len(self._tables[sequence_id][0]) * self.block_size
+
     def reach(self, sequence_id: str, end: int) -> None:
         """Own what a pass up to this position needs of layers with a window; likewise."""
         if self._sliding:

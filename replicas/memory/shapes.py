@@ -27,6 +27,9 @@ class DraftMemory:
     several rows together, or one row's."""
     kept: int = 0
     """Bytes of the host's memory for what it remembers."""
+    apart: bool = False
+    """Whether the model, its passes and its layers are in another device's memory. They read the
+    target's block tables all the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +44,9 @@ class PairShape:
 
     @property
     def models(self) -> list[ModelShape]:
-        return [self.target] if self.draft.model is None else [self.target, self.draft.model]
+        """Those in this memory."""
+        own = self.draft.model
+        return [self.target] if own is None or self.draft.apart else [self.target, own]
 
     @property
     def weights(self) -> int:
@@ -62,4 +67,5 @@ class PairShape:
         """What one block costs over all layers that lie in it; a number has `item` bytes."""
         slots = max(len(group.stores) for group in self.groups(block_size))
         numbers = sum(layer.kv_numbers for layer in stores(self.target.attention)[:slots])
-        return (numbers + self._beside) * block_size * item
+        beside = 0 if self.draft.apart else self._beside
+        return (numbers + beside) * block_size * item

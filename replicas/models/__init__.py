@@ -14,6 +14,7 @@ from replicas.models.loader import (
     dtype_of,
     load_config,
     load_model,
+    may_be_gpu,
     read_model,
     resolve,
     resolve_device,

@@ -82,7 +82,7 @@ def dtype_of(config: ReplicaConfig) -> torch.dtype:
 
     Raises what reading the target's config raises.
     """
-    if config.dtype == "auto" and _may_be_gpu(config.device):
+    if config.dtype == "auto" and may_be_gpu(config.device):
         whole = load_config(resolve(config.target), config, "target")
         own = getattr(whole.get_text_config(), "dtype", None)
         return own if own in (torch.bfloat16, torch.float16) else torch.float32
@@ -95,7 +95,7 @@ def dtype_name(config: ReplicaConfig) -> str:
     return str(dtype_of(config)).removeprefix("torch.")
 
 
-def _may_be_gpu(device: str) -> bool:
+def may_be_gpu(device: str) -> bool:
     """Whether a setting `device` stands for a GPU, which need not be here where it names one."""
     return device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
 

@@ -111,6 +111,9 @@ class ParallelReplica:
         self._compare(_committed(result), _DONE_S)
         return result
 
+    def draft_ahead(self, batch: Batch) -> None:
+        """Its drafter has no device of its own."""
+
     def release(self, sequence_ids: Iterable[str]) -> None:
         """As `Replica.release`; raises ReplicaBroken."""
         here, drafter = self.replica.residents, self.replica.drafter

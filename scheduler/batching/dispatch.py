@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from itertools import count
 
-from scheduler.batching.grouping import batches_per_round, choose_rows, may_step
+from scheduler.batching.grouping import batches_per_round, choose_rows, may_step, rows_of_turn
 from scheduler.batching.placement import Placement, best_replica, has_room, next_placement
 from scheduler.batching.prefill import chunks_of_begun, oldest_partial
 from scheduler.config import SchedulerConfig
@@ -145,8 +145,10 @@ class Dispatcher:
         if prompts_wait:
             # They wait for what is in flight, and no longer than for one step of it.
             self.interrupt(replica, self._out)
+        if not ready:
+            return False
         rows_max, joining = replica.rows_max(self._config.rows_max), replica.joining
-        gap = self._policy.short_gap(replica.id)
+        rows_max, gap = self._turn(replica) or rows_max, self._policy.short_gap(replica.id)
         if not may_step(ready, replica.stepping, joining, len(pipeline), rows_max, short_gap=gap):
             return False
         rows = self._next_rows(replica)
@@ -195,9 +197,22 @@ class Dispatcher:
 
     def _next_rows(self, replica: ReplicaRecord) -> list[Sequence]:
         """Ready rows of near length."""
+        rows_max, turn = replica.rows_max(self._config.rows_max), self._turn(replica)
+        wait_rounds = self._config.wait_rounds if turn is None else max(self._config.wait_rounds, 2)
+        per_round = batches_per_round(len(replica.ready) + replica.stepping, turn or rows_max)
+        return choose_rows(replica.ready, rows_max, per_round, wait_rounds, turn)
+
+    def _turn(self, replica: ReplicaRecord) -> int | None:
+        """Rows of each of two batches that take turns, on a replica that drafts one while it checks
+        the other; None where a batch has all rows that it can have. Needs a ready row."""
+        rows = len(replica.ready) + replica.stepping
+        if not replica.spec.overlaps or rows == 1 or self._config.batches_in_flight_max == 1:
+            return None
         rows_max = replica.rows_max(self._config.rows_max)
-        per_round = batches_per_round(len(replica.ready) + replica.stepping, rows_max)
-        return choose_rows(replica.ready, rows_max, per_round, self._config.wait_rounds)
+        whole, turn = min(rows, rows_max), rows_of_turn(rows, rows_max)
+        if turn == whole or self._policy.turns_pay(replica.id, list(replica.ready), whole, turn):
+            return turn
+        return None
 
     def _rows_in_quarantine(self, replica: ReplicaRecord) -> list[Sequence]:
         """The ones that wait longest, no more than each of them may run with."""
@@ -214,7 +229,8 @@ class Dispatcher:
     def _step(self, replica: ReplicaRecord, rows: list[Sequence], steps_most: int) -> bool:
         """Some steps of these ready rows, by rising length. Where blocks run out, a sequence is
         sent back, if nothing is in flight that may free some."""
-        plan = self._policy.plan(replica.id, rows, steps_most)
+        in_turns = not rows[0].quarantined and self._turn(replica) is not None
+        plan = self._policy.plan(replica.id, rows, steps_most, in_turns)
         lacking, growth = _lacking(replica, rows, plan)
         if plan.steps > 1 and growth > replica.blocks_free:
             return self._step(replica, rows, 1)
@@ -282,7 +298,8 @@ def _lacking(
 ) -> tuple[list[tuple[Sequence, int]], int]:
     """Rows whose room does not last for all that they can hold after these steps, each with the
     blocks of tokens that it needs; and how many blocks more they take then."""
-    ahead = plan.steps * (plan.draft_len + 1)
+    # A draft ahead takes no blocks: those of the step after these are there.
+    ahead = (plan.steps + replica.spec.overlaps) * (plan.draft_len + 1)
     block_size, taken = replica.spec.block_size, replica.spec.blocks_taken
     lacking, growth = [], 0
     for row in rows:

@@ -20,6 +20,9 @@ all that are older are, too, and every batch takes the rows_max oldest of them; 
 it are at most R rows, so s is in one of the next G batches, and is passed over at most G - 1 times
 more. So no row waits for more than w rounds, a round being G batches. With w = 1 rows go in the
 order in which they became ready, as in EQSPEC without grouping (arXiv 2510.22876).
+
+Where two batches take turns (`rows_of_turn`) a batch has fewer rows, so G is 2 at least there, and
+w. Due rows may be more than those: then up to rows_max of them go, so the bound stands.
 """
 
 from __future__ import annotations
@@ -33,9 +36,12 @@ LAG = 2.0
 """Steps."""
 
 
-def passes_bound(rows: int, rows_max: int, wait_rounds: int) -> int:
+def passes_bound(rows: int, rows_max: int, wait_rounds: int, overlaps: bool = False) -> int:
     """How often at most a ready row is passed over in a row, with `rows` rows on its replica."""
-    return max(wait_rounds * batches_per_round(rows, rows_max) - 1, 0)
+    per_round = batches_per_round(rows, rows_max)
+    if overlaps:
+        per_round, wait_rounds = max(per_round, min(rows, 2)), max(wait_rounds, 2)
+    return max(wait_rounds * per_round - 1, 0)
 
 
 def batches_per_round(rows: int, rows_max: int) -> int:
@@ -43,20 +49,29 @@ def batches_per_round(rows: int, rows_max: int) -> int:
     return -(-rows // rows_max)
 
 
+def rows_of_turn(rows: int, rows_max: int) -> int:
+    """Rows of each of two batches that take turns on a replica with so many rows, which drafts one
+    while it checks the other."""
+    return min(-(-rows // 2), rows_max)
+
+
 def choose_rows(
-    ready: ReadyRows, rows_max: int, per_round: int, wait_rounds: int
+    ready: ReadyRows, rows_max: int, per_round: int, wait_rounds: int, turn: int | None = None
 ) -> list[Sequence]:
-    """The rows of the next batch, shortest first. `per_round` is G. Needs a ready row."""
-    size, due_from = min(rows_max, len(ready)), (wait_rounds - 1) * per_round
+    """The rows of the next batch, shortest first. `per_round` is G. `turn`: so many are enough, but
+    for those that are due. Needs a ready row."""
+    size, due_from = min(turn or rows_max, len(ready)), (wait_rounds - 1) * per_round
     rising, oldest = ready.by_length(), next(iter(ready))
     if ready.times_passed_over(oldest) < due_from:
         lag, row = ready.most_behind()
         return _tightest(rising, row, size) if lag >= LAG else rising[:size]
     due = takewhile(lambda row: ready.times_passed_over(row) >= due_from, ready)
+    chosen = dict.fromkeys(islice(due, rows_max))
     window = _tightest(rising, oldest, size)
     nearest = sorted(window, key=lambda row: abs(row.length - oldest.length))
-    chosen = dict.fromkeys([*islice(due, size), *nearest])
-    return sorted(islice(chosen, size), key=attrgetter("length"))
+    places = max(size, len(chosen))
+    chosen |= dict.fromkeys(nearest)
+    return sorted(islice(chosen, places), key=attrgetter("length"))
 
 
 def _tightest(rising: list[Sequence], row: Sequence, size: int) -> list[Sequence]:

@@ -230,6 +230,17 @@ class LatencyTable:
             for draft_len in range(most + 1)
         ]
 
+    def turns_s(self, rows: int, most: int, kv: int, idle_s: float) -> list[float]:
+        """The same where two such batches take turns, one drafted while the other is checked;
+        `idle_s`: what passes between a batch's end and the draft of its rows' next one."""
+        pass_s, found = self.slowdown * self.draft(rows, kv), []
+        for draft_len in range(most + 1):
+            draft_s = draft_len * pass_s
+            check_s = self.slowdown * self.step(rows * (draft_len + 1), kv)
+            # Each device does the work of both; and a batch cannot be checked while it is drafted.
+            found.append(max(check_s, draft_s, (check_s + draft_s + idle_s) / 2))
+        return found
+
     def stale(self, rows: int, draft_len: int) -> bool:
         """Whether no step with so many tokens was seen lately."""
         return self.step.stale(rows * (draft_len + 1), self._seen)

@@ -11,6 +11,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
+from itertools import accumulate
 
 from scheduler.config import PREFILL_TOKENS_LEAST, SchedulerConfig
 from scheduler.draft_length.acceptance import Acceptance, goodputs, likelihoods
@@ -32,6 +33,9 @@ CHUNK_STEPS_MAX = 8.0
 """Steps whose time a prefill chunk takes at most, however few rows step."""
 CHUNK_FIXED_SHARE = 0.125
 """Most that the fixed cost of a prefill chunk may be beside the cost of its tokens."""
+TURNS_GAIN = 1.03
+"""By which two batches in turns are to be faster than one of all their rows: to part and to join
+rows costs a step."""
 BATCH_S_MAX = 0.1
 """Steps of one batch last no longer than that together, in seconds: tokens arrive per batch."""
 
@@ -126,14 +130,17 @@ class DraftPolicy:
     def lost(self, replica_id: str) -> None:
         del self._replicas[replica_id]
 
-    def plan(self, replica_id: str, rows: Rows[Sequence], steps_most: int) -> StepPlan:
-        """How to run these rows, which stand by rising length; `steps_most` is at least 1."""
+    def plan(
+        self, replica_id: str, rows: Rows[Sequence], steps_most: int, in_turns: bool = False
+    ) -> StepPlan:
+        """How to run these rows, which stand by rising length; `steps_most` is at least 1.
+        `in_turns`: it is drafted while another batch is checked."""
         known = self._replicas[replica_id]
         kv, probe = _kv_of(rows), None
         if known.fixed is not None:
             known.draft_len = known.fixed
         else:
-            probe = self._choose(known, rows, kv)
+            probe = self._choose(known, rows, kv, in_turns)
         draft_len = known.draft_len if probe is None else probe
         asked = [row.request.draft_len for row in rows if row.request.draft_len]
         if asked:
@@ -152,6 +159,22 @@ class DraftPolicy:
         known = self._replicas[replica_id]
         round_trip_s = known.round_trip_s
         return round_trip_s is not None and round_trip_s <= GAP_SHARE * known.step_s()
+
+    def turns_pay(self, replica_id: str, rows: Rows[Sequence], whole: int, turn: int) -> bool:
+        """Whether two batches of `turn` rows that take turns, one drafted while the other is
+        checked, are faster than one of `whole` rows; `rows`, one at least, are some of them."""
+        known = self._replicas[replica_id]
+        table, idle_s = known.table, known.round_trip_s or 0.0
+        if not (len(table.step) and len(table.draft)):
+            return False
+        choices = range(known.most + 1) if known.fixed is None else [known.fixed]
+        kv, likely = _kv_of(rows) // len(rows), sum(self._acceptance.of(rows)) / len(rows)
+        tokens = list(accumulate([likely**position for position in range(choices[-1] + 1)]))
+        # A batch of all rows has several steps, so no round trip counts.
+        one_s = table.steps_s(whole, choices[-1], whole * kv)
+        two_s = table.turns_s(turn, choices[-1], turn * kv, idle_s)
+        one = max([whole * tokens[k] / one_s[k] for k in choices])
+        return max([turn * tokens[k] / two_s[k] for k in choices]) > TURNS_GAIN * one
 
     def prefill_tokens(self, replica_id: str, stepping_rows: int, most: int, begin: int = 0) -> int:
         """KV positions that the next prefill batch may fill, in [1, most], while so many rows are
@@ -202,7 +225,7 @@ class DraftPolicy:
 
     # ----------------------------------------------------------------- choices
 
-    def _choose(self, known: _Known, rows: Rows[Sequence], kv: int) -> int | None:
+    def _choose(self, known: _Known, rows: Rows[Sequence], kv: int, in_turns: bool) -> int | None:
         """Makes the best choice the replica's. Returns a probe's draft length, if one is due."""
         limits = [row_draft_len(row, known.most) for row in rows]
         table, most = known.table, max(limits)
@@ -214,7 +237,10 @@ class DraftPolicy:
             known.draft_len = 0 if len(table.draft) else min(FALLBACK, most)
             return None
         count, idle_s = len(rows), (known.round_trip_s or 0.0) / known.steps
-        seconds = [step_s + idle_s for step_s in table.steps_s(count, most, kv)]
+        if in_turns:
+            seconds = table.turns_s(count, most, kv, idle_s)
+        else:
+            seconds = [step_s + idle_s for step_s in table.steps_s(count, most, kv)]
         likely = likelihoods(self._acceptance.of(rows), limits, most)
         by_draft_len = goodputs(likely, count, seconds)
         goodput = max(by_draft_len)
@@ -258,7 +284,8 @@ class DraftPolicy:
         # propose counts as asked for: its time is what asking takes on average.
         asked = max([row.asked_tokens / row.steps for row in result.rows if row.steps], default=0)
         draft_len = round(asked)
-        rest_s = (times.total_s - times.prefill_s - times.draft_s) / steps
+        in_step_s = times.prefill_s + times.draft_s - times.hidden_s
+        rest_s = (times.total_s - in_step_s) / steps
         kv = _kv_of(batch.rows)
         known.table.observe_step(rows, draft_len, kv, times.draft_s / steps, rest_s)
         known.credit_s += PROBE_SHARE * times.total_s

@@ -67,6 +67,18 @@ class Decoder:
         return 2 * 2 * self.layers * self.kv_heads * self.head_dim
 
 
+def joined(device: Device, count: int, sum_s: float = 10e-6) -> Device:
+    """So many of them that hold a model together, a part of each layer each; `sum_s`: of one sum
+    over all of them, two of which each layer needs."""
+    return replace(
+        device,
+        bytes_per_s=count * device.bytes_per_s,
+        flops_per_s=count * device.flops_per_s,
+        memory_bytes=count * device.memory_bytes,
+        layer_s=device.layer_s + 2 * sum_s,
+    )
+
+
 def forward_s(
     device: Device, model: Decoder, tokens: int, kv_positions: int, attended: int, head: bool = True
 ) -> float:
@@ -91,6 +103,9 @@ class Roofline:
     device: Device
     target: Decoder
     draft: Decoder
+    draft_device: Device | None = None
+    """Of the draft's passes, where it is another one: that of one of the target's GPUs, or a GPU of
+    its own."""
 
     def times(self, batch: Batch) -> StepTimes:
         """As `Times` says."""
@@ -99,7 +114,7 @@ class Roofline:
         device, rows, k = self.device, len(batch.rows), batch.draft_len
         positions = sum(row.length for row in batch.rows)
         tokens = rows * (k + 1)
-        draft_s = k * forward_s(device, self.draft, rows, positions, positions)
+        draft_s = k * forward_s(self.draft_device or device, self.draft, rows, positions, positions)
         verify_s = forward_s(device, self.target, tokens, positions, positions * (k + 1))
         total_s = draft_s + verify_s + device.step_s
         return StepTimes(draft_s=draft_s, verify_s=verify_s, total_s=total_s)
@@ -110,9 +125,10 @@ class Roofline:
         attended = sum(
             (row.end * (row.end + 1) - row.begin * (row.begin + 1)) // 2 for row in batch.prefill
         )
+        of_models = ((self.device, self.target), (self.draft_device or self.device, self.draft))
         prefill_s = sum(
-            forward_s(self.device, model, tokens, positions, attended, head=False)
-            for model in (self.target, self.draft)
+            forward_s(device, model, tokens, positions, attended, head=False)
+            for device, model in of_models
         )
         return StepTimes(prefill_s=prefill_s, total_s=prefill_s + self.device.step_s)
 

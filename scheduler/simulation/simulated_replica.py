@@ -108,14 +108,19 @@ class SimulatedReplica:
         self._failed: set[str] = set()
         """Sequences whose prefill failed and which the pool has not released yet."""
         self._batch_id_last = 0
+        self._drafted_s: dict[int, float] = {}
+        """When the first draft of each batch received is done, where it overlaps."""
+        self._drafter_free_s = 0.0
         # The batch that runs.
         self._batch: Batch | None = None
         self._step_times = StepTimes()
         self._rows: list[Resident] = []
         self._steps = 0
+        self._hidden_s = 0.0
 
-    def receive(self, batch: Batch) -> None:
-        """Takes a batch into the queue; it holds its rows until `end`."""
+    def receive(self, batch: Batch, now_s: float = 0.0) -> None:
+        """Takes a batch into the queue; it holds its rows until `end`. Where it overlaps, it drafts
+        from now on, one batch after the other."""
         assert batch.replica_id == self.id, "a batch for another replica"
         assert batch.id > self._batch_id_last, "batch ids do not rise"
         assert batch.steps >= 1, "a batch without steps"
@@ -135,6 +140,10 @@ class SimulatedReplica:
             resident = self.residents[sequence_id]
             assert not resident.held, "a row in two batches at once"
             resident.held = True
+        if self.spec.overlaps and batch.draft_len:
+            begin_s = max(now_s, self._drafter_free_s)
+            self._drafter_free_s = begin_s + self._times(batch).draft_s
+            self._drafted_s[batch.id] = self._drafter_free_s
 
     def _receive_prefill(self, row: PrefillRow) -> None:
         resident = self.residents.get(row.sequence_id)
@@ -170,8 +179,9 @@ class SimulatedReplica:
         resident.blocks = blocks
         assert self._blocks_used <= self.spec.kv_blocks, "out of KV blocks"
 
-    def begin(self, batch: Batch) -> float:
-        """Starts a received batch; returns the seconds of one step, or of all of a prefill."""
+    def begin(self, batch: Batch, now_s: float = 0.0) -> float:
+        """Starts a received batch; returns the seconds of its first step, or of all of a prefill.
+        Further steps take `step_s`."""
         self._batch = batch
         self._step_times = self._times(batch)
         self._rows = [self.residents[row.sequence_id] for row in batch.prefill or batch.rows]
@@ -180,6 +190,15 @@ class SimulatedReplica:
             resident.begin(batch.draft_len)
         for row in batch.prefill:
             self._fill(row, self.residents[row.sequence_id])
+        self._hidden_s = 0.0
+        drafted_s = self._drafted_s.pop(batch.id, None)
+        if drafted_s is not None:
+            self._hidden_s = self._step_times.draft_s - max(drafted_s - now_s, 0.0)
+        return self.step_s - self._hidden_s
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step of the batch that runs which is drafted in it."""
         return self._step_times.total_s
 
     def _fill(self, row: PrefillRow, resident: Resident) -> None:
@@ -219,7 +238,8 @@ class SimulatedReplica:
         whole = StepTimes(
             draft_s=times.draft_s * steps,
             verify_s=times.verify_s * steps,
-            total_s=times.total_s * steps,
+            total_s=times.total_s * steps - self._hidden_s,
+            hidden_s=self._hidden_s,
         )
         rows = tuple([resident.result(steps) for resident in self._rows])
         return StepResult(batch.id, self.id, rows, steps, whole)
@@ -227,6 +247,7 @@ class SimulatedReplica:
     def fail(self, batch: Batch) -> None:
         """The batch could not be run: rows of a prefill are gone, others are as before."""
         self._let_go(batch)
+        self._drafted_s.pop(batch.id, None)
         for row in batch.prefill:
             self._remove(row.sequence_id)
             self._failed.add(row.sequence_id)

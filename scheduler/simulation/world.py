@@ -282,7 +282,7 @@ class World:
             case Interrupt():
                 host.interrupted = action.batch_id
             case Dispatch():
-                host.replica.receive(action.batch)
+                host.replica.receive(action.batch, self._clock.now_s)
                 host.queue.append(action.batch)
                 if len(host.queue) == 1:
                     self._start(host)
@@ -298,18 +298,18 @@ class World:
             step_s = self._times(batch).total_s
             self._clock.after(step_s, lambda: self._answer(host, failed))
             return
-        step_s = host.replica.begin(batch)
+        first_s = host.replica.begin(batch, self._clock.now_s)
 
         def advance() -> None:
             # The work of a step is done at its end; a replica that dies in it has done nothing.
             if not host.alive:
                 return
             if host.replica.advance() and batch.id > host.interrupted:
-                self._clock.after(step_s, advance)
+                self._clock.after(host.replica.step_s, advance)
             else:
                 self._answer(host, StepDone(host.replica.end()))
 
-        self._clock.after(step_s, advance)
+        self._clock.after(first_s, advance)
 
     def _answer(self, host: _Host, answer: StepDone | StepFailed) -> None:
         if not host.alive:

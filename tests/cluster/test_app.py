@@ -10,6 +10,9 @@ import ray
 from cluster.app import build_app
 from cluster.config_sources import from_args
 
+APART = {"method": "draft_model", "model": "tiny", "draft_device": "cuda"}
+"""A draft model with a GPU of its own."""
+
 
 def deployed_replicas(settings: dict[str, Any]) -> Any:
     """Serve's deployment of them."""
@@ -29,6 +32,9 @@ def deployed_replicas(settings: dict[str, Any]) -> Any:
         ({"replica.device": "auto", "replicas": 4}, 3, 0.5),
         ({"replica.device": "auto", "replicas": 3}, 1, 0.3333),
         ({"replica.device": "cuda", "actors": {"replica_gpus": 0.25}}, 1, 0.25),
+        ({"replica": {"device": "cuda", "speculative_config": APART}}, 2, 2.0),
+        ({"replica": {"device": "auto", "speculative_config": APART}, "replicas": 4}, 2, 2.0),
+        ({"replica": {"device": "cpu", "speculative_config": APART}}, 2, 0.0),
         ({"replica": {"device": "cuda", "tensor_parallel": 2}}, 0, 1.0),
         ({"replica": {"device": "auto", "tensor_parallel": 2}}, 4, 1.0),
         ({"replica": {"device": "auto", "tensor_parallel": 2}}, 0, 0.0),

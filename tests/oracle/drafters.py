@@ -12,6 +12,7 @@ from tempfile import mkdtemp
 from benchmarks.shared.oracle import OracleDrafter
 from replicas.config import ReplicaConfig
 from replicas.drafters import DraftSource
+from replicas.drafters.overlapped import OverlappedSource
 from replicas.drafters.suffix import SuffixSource
 from replicas.drafters.suffix_first import SuffixFirstSource
 from replicas.pair import Pair
@@ -96,6 +97,9 @@ def replica_of(
     elif drafter == "suffix+model":
         assert pair.draft is not None
         pair = replace(pair, draft=SuffixFirstSource(pair.draft))
+    elif drafter == "model+apart":
+        assert pair.draft is not None
+        pair = replace(pair, draft=OverlappedSource(pair.draft, apart=False, device=pair.device))
     elif drafter == "toy":
         pair = replace(pair, draft=toy_source())
     config = ReplicaConfig(device=DEVICE, block_size=4, **settings)

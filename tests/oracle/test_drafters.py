@@ -30,7 +30,7 @@ from tests.tiny_pairs import VOCAB, pair_in, target_model, tiny_pair, tiny_repli
 
 DRAFTERS = (
     *("none", "model", "suffix", "eagle3", "dflash", "dspark", "clover", "toy"),
-    *("suffix+model", "suffix+eagle3", "never", "half", "always"),
+    *("suffix+model", "suffix+eagle3", "model+apart", "never", "half", "always"),
 )
 RUNS = ((False, 8, "off"), (True, 8, "on"))
 LONG_RUNS = ((False, 1, "off"), (True, 1, "off"), (True, 8, "off"))

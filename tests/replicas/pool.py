@@ -134,6 +134,7 @@ class Failing:
     def __init__(self, replica: Replica, share: float) -> None:
         self.spec = replica.spec
         self.release = replica.release
+        self.draft_ahead = replica.draft_ahead
         self._replica = replica
         self._share = share
         self._rng = random.Random(4)

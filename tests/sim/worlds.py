@@ -48,6 +48,8 @@ class Knobs:
     deadly: int = 0
     """Requests that kill every replica that steps them."""
     kv_reserve: float = 0.5
+    overlaps: bool | None = None
+    """Whether the replicas draft a batch while they check another one; None: in some worlds."""
     windows: bool | None = None
     """Whether the replicas' models have layers with a window, beside some that keep all; None: some
     of them have."""
@@ -107,7 +109,8 @@ class Watcher:
                 continue
             passes = replica.ready.times_passed_over(oldest)
             self.passes_most = max(self.passes_most, passes)
-            bound = passes_bound(self.rows_peak[replica.id], limit, scheduler.config.wait_rounds)
+            peak, rounds = self.rows_peak[replica.id], scheduler.config.wait_rounds
+            bound = passes_bound(peak, limit, rounds, replica.spec.overlaps)
             assert passes <= bound, f"{oldest.id} was passed over {passes} times, bound {bound}"
 
 
@@ -167,8 +170,10 @@ def build(seed: int, knobs: Knobs) -> tuple[World, list[Request]]:
     )
     watcher = Watcher()
     acceptance = rng.choice([0.0, 0.7, 1.0])
+    of_drafts = Random(f"{seed} drafts")
+    overlaps = of_drafts.random() < 0.4 if knobs.overlaps is None else knobs.overlaps
     times = LinearTimes(
-        draft=LinearCost(0.0),
+        draft=LinearCost(of_drafts.choice([0.0005, 0.002, 0.02]) if overlaps else 0.0),
         verify=LinearCost(0.004, 2e-5, rng.choice([0.0, 1e-5, 1e-4])),
         prefill=LinearCost(0.002, 5e-6),
     )
@@ -185,6 +190,7 @@ def build(seed: int, knobs: Knobs) -> tuple[World, list[Request]]:
             vocab_size=VOCAB_SIZE,
             rows_max={30: 1, 60: 3}.get(kv_blocks) if knobs.faults else None,
             prefix_sharing=rng.random() < 0.7,
+            overlaps=overlaps,
         )
         if knobs.windows or (knobs.windows is None and of_models.random() < 0.4):
             spec = replace(spec, kv_groups=((1, None), (1, of_models.randint(1, 4))))

@@ -1,5 +1,6 @@
 """Proves: a replica whose batches fail, hang or break it leaves the pool, and only a batch in hand
-counts as a reason; its requests end elsewhere with the right tokens.
+counts as a reason; its requests end elsewhere with the right tokens. One that can draft beside a
+batch is asked to.
 """
 
 from __future__ import annotations
@@ -42,6 +43,29 @@ class Failing(FakeReplica):
         if self.broken is not None:
             raise self.broken
         super().release(sequence_ids)
+
+
+class Overlapping(FakeReplica):
+    """Takes one row per batch; its first step goes on once it was asked to draft a later batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spec = replace(self.spec, overlaps=True, rows_max=1)
+        self.beside: bool | None = None
+        """Whether it was asked while that step ran."""
+        self._asked = threading.Condition()
+        self._last = 0
+
+    def draft_ahead(self, batch: Batch) -> None:
+        with self._asked:
+            self._last = batch.id if batch.kind is BatchKind.SPECULATE else self._last
+            self._asked.notify()
+
+    def step(self, batch: Batch, *rest: Any) -> Any:
+        if batch.kind is BatchKind.SPECULATE and self.beside is None:
+            with self._asked:
+                self.beside = self._asked.wait_for(lambda: self._last > batch.id, 100)
+        return super().step(batch, *rest)
 
 
 async def ended(worker: Worker, match: str) -> ReplicaUnhealthy:
@@ -93,6 +117,14 @@ async def test_a_batch_that_fails_is_tried_again() -> None:
         live = w.submit([7, 8], 10)
         await check([live])
         worker.check()
+
+
+async def test_a_replica_that_overlaps_drafts_the_next_batch_while_one_runs() -> None:
+    async with shards(0) as w:
+        fake = Overlapping()
+        await w.add_replica(fake=fake)
+        await check([w.submit([7, number], 10) for number in range(2)])
+        assert fake.beside
 
 
 @pytest.mark.parametrize("kind", [BatchKind.PREFILL, BatchKind.SPECULATE])
