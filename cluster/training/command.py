@@ -22,43 +22,40 @@ SETTINGS = (
 def train_drafter(
     settings: Any,
     out: Annotated[
-        Path, typer.Option(help="Folder for checkpoints, the head, its card and report.")
+        Path, typer.Option(help="Folder of the run: checkpoints, the head, its card and report.")
     ],
     method: Annotated[Literal["eagle3"], typer.Option(help="Kind of drafter.")] = "eagle3",
     data: Annotated[
         Path | None,
         typer.Option(
-            help="Conversations: JSON lines with 'messages' that end with the assistant's."
-            " Default: the target writes its own.",
+            help="JSON lines with 'messages', the last of which is the assistant's. Else the"
+            " target writes its own conversations.",
             exists=True,
             dir_okay=False,
         ),
     ] = None,
     self_generated: Annotated[
         int | None,
-        typer.Option(min=64, help="Conversations that the target writes. Default: 4000."),
+        typer.Option(min=64, help="How many conversations the target writes; the default, 4000."),
     ] = None,
-    minutes: Annotated[
-        float, typer.Option(min=0.1, help="Minutes of training, without the preparation of data.")
-    ] = 60.0,
+    minutes: Annotated[float, typer.Option(min=0.1, help="Of training itself.")] = 60.0,
     intermediate_size: Annotated[
-        int | None, typer.Option(min=8, help="Width of the head's MLP. Default: the target's.")
+        int | None, typer.Option(min=8, help="Width of the head's MLP; else the target's.")
     ] = None,
     draft_vocab: Annotated[
-        int,
-        typer.Option(min=2, help="Number of tokens that the head can draft, the most frequent."),
+        int, typer.Option(min=2, help="Tokens that the head can draft: the most frequent ones.")
     ] = 10_240,
     workers: Annotated[
-        int, typer.Option(min=1, help="Processes that train together, by Ray if several.")
+        int, typer.Option(min=1, help="Processes that train together, over Ray if several.")
     ] = 1,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Continue the run in --out from its checkpoint.")
+        bool, typer.Option("--resume", help="Go on with the run in --out, from its checkpoint.")
     ] = False,
     prompts: Annotated[
         Path | None,
         typer.Option(
-            help="Questions to measure acceptance by: JSON lines with 'prompt' or 'turns'. Default:"
-            " held-out conversations.",
+            help="Measure acceptance by these questions, JSON lines with 'prompt' or 'turns', not"
+            " by held-out conversations.",
             exists=True,
             dir_okay=False,
         ),
@@ -67,30 +64,28 @@ def train_drafter(
         bool,
         typer.Option(
             "--laws",
-            help="Divide the minutes among heads of three sizes, measure each after four token"
-            " counts, and report what more tokens and a larger head would gain.",
+            help="Train heads of three capacities in these minutes, measure each after four token"
+            " counts, and say what more tokens and a larger head would bring.",
         ),
     ] = False,
     checkpoint_minutes: Annotated[
-        float,
-        typer.Option(min=0.05, help="Minutes between checkpoints: what a kill loses at most."),
+        float, typer.Option(min=0.05, help="What a kill loses at most.")
     ] = 5.0,
     cache_gib: Annotated[
-        float,
-        typer.Option(min=0.01, help="Maximum size of the cache of conversations and features."),
+        float, typer.Option(min=0.01, help="Bound of the cache of conversations and features.")
     ] = 20.0,
-    seed: Annotated[int, typer.Option(min=0, max=2**20, help="Seed of data and weights.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**20, help="Of data and weights.")] = 0,
 ) -> None:
     """Train an EAGLE-3 head that drafts for a target.
 
-    The cache directory keeps the target's conversations and hidden states. --resume continues an
-    interrupted run. Serve the head with --speculative-config
+    The target's conversations and hidden states are kept in the cache directory; a run that was
+    interrupted goes on with --resume. Serve the head with --speculative-config
     '{"method": "eagle3", "model": DIR}'.
     """
     if data is not None and self_generated is not None:
         raise typer.BadParameter("give either --data or --self-generated")
     if laws and workers > 1:
-        raise typer.BadParameter("--laws cannot be combined with --workers")
+        raise typer.BadParameter("--laws: not with --workers")
     from cluster.cli.terminal import Bars, console
     from cluster.training.job import Job
     from cluster.training.laws import measure_laws
