@@ -130,6 +130,8 @@ def _is_left_out(node: ast.AST) -> bool:
     match node:
         case ast.Assert() | ast.Raise() | ast.JoinedStr() | ast.Import() | ast.ImportFrom():
             return True
+        case ast.keyword(arg="strict"):  # of zip: an assertion
+            return True
         case ast.FunctionDef(name="check_integrity" | "__repr__"):
             return True
         case ast.Call(func=ast.Name(id="Field")):  # what a setting may be is declared there

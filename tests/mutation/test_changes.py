@@ -33,7 +33,8 @@ def f(a: int = 1) -> int:
     g()
     if a < 6 and not b:
         raise ValueError(f"{a + 7}")
-    return min(a, 8)
+    for _ in zip(a, a, strict=True):
+        return min(a, 8)
 """
     found = {source[site.begin : site.end]: site.texts for site in sites("f.py", source)}
     assert found == {
