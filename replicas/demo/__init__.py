@@ -1,4 +1,6 @@
-"""Where the embedded pair lies, and the text it learned. Imports nothing heavy, knows no model."""
+"""Where the embedded pair and the chat model's head lie, and the text that the pair learned.
+
+Imports nothing heavy, knows no model."""
 
 from pathlib import Path
 
@@ -6,3 +8,4 @@ from replicas.demo.corpus import build_corpus
 
 TARGET_DIR = Path(__file__).parent / "target"
 DRAFT_DIR = Path(__file__).parent / "draft"
+HEAD_DIR = Path(__file__).parent / "smollm2_head"

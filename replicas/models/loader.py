@@ -19,13 +19,13 @@ from transformers import AutoConfig, PreTrainedModel
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from replicas.config import ReplicaConfig
-from replicas.demo import DRAFT_DIR, TARGET_DIR
+from replicas.demo import DRAFT_DIR, HEAD_DIR, TARGET_DIR
 from replicas.errors import PairRefused
 from replicas.models.weights.checkpoint import read_weights, text_part
 from replicas.models.weights.gguf import converted
 from replicas.models.weights.packed import Packing
 from replicas.models.weights.planted import plant, planted_config
-from replicas.names import TINY, gguf_file, hub_revision, is_planted, parse_planted
+from replicas.names import SMOLLM2_HEAD, TINY, gguf_file, hub_revision, is_planted, parse_planted
 
 _FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py"]
 """Of a model on the hub: all that is read. Of a draft also pickled weights: heads may have them."""
@@ -44,6 +44,8 @@ def resolve(
     field = field or role
     if name == TINY:
         return str(TARGET_DIR if role == "target" else DRAFT_DIR)
+    if name == SMOLLM2_HEAD:
+        return str(HEAD_DIR)
     try:
         if not is_planted(name) and (file := gguf_file(name)) is not None:
             return str(converted(file, weights))

@@ -23,7 +23,7 @@ QUESTIONS = ("What is the capital of France?", "List the numbers from one to ten
 
 def test_its_answers_are_those_of_generate() -> None:
     config = ReplicaConfig(target=names.SMOLLM2, device="cpu", calibrate=False)
-    assert config.drafting.method == "suffix"
+    assert config.drafting.model == names.SMOLLM2_HEAD
     text = TargetText.load(config)
     bounded = BoundedWork(text, FrontendConfig())
     prompts = [

@@ -6,12 +6,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from pydantic import ValidationError
-from transformers import AutoConfig
+from transformers import AutoConfig, LlamaConfig
 
 from replicas.config import ReplicaConfig, SpeculativeConfig
 from replicas.drafters.clover import CloverDrafter
-from replicas.drafters.eagle3 import Eagle3Drafter
+from replicas.drafters.eagle3 import Eagle3Drafter, Eagle3Source
 from replicas.drafters.model import ModelDrafter
 from replicas.drafters.one_pass import OnePassDrafter
 from replicas.drafters.suffix import SuffixDrafter
@@ -19,6 +20,7 @@ from replicas.drafters.suffix_first import SuffixFirstDrafter
 from replicas.errors import PairRefused
 from replicas.memory import check_memory
 from replicas.models.loader import resolve, resolve_device
+from replicas.names import SMOLLM2_HEAD
 from replicas.pair import load_pair, read_pair
 from replicas.replica import Replica
 from tests.replicas import clover_heads, one_pass_heads
@@ -104,6 +106,8 @@ def test_a_setting_that_means_nothing_is_refused_by_name(
 def test_where_nothing_is_said_drafts_go_with_the_target() -> None:
     assert ReplicaConfig(target="tiny").drafting.model == "tiny"
     assert ReplicaConfig(target="x/y").drafting == SpeculativeConfig(method="suffix")
+    chat = ReplicaConfig(target="smollm2").drafting
+    assert (chat.method, chat.model, chat.enable_suffix_decoding) == ("eagle3", SMOLLM2_HEAD, True)
     config = ReplicaConfig(speculative_config="none")
     assert config.drafting == SpeculativeConfig(method="none")
     assert ReplicaConfig.model_validate(config.model_dump()) == config
@@ -132,6 +136,16 @@ def test_a_replica_says_what_drafts_and_how_far(head: str, block: str, clover: s
         assert isinstance(replica.drafter, kind)
         spec = replica.spec
         assert (spec.drafter, spec.draft, spec.draft_len_max, spec.draft_len) == told
+
+
+def test_the_chat_models_head_is_here_and_fits_it() -> None:
+    shape = LlamaConfig(hidden_size=576, num_hidden_layers=30, vocab_size=49_152)
+    path = resolve(SMOLLM2_HEAD, "draft")
+    config = Eagle3Source.read_head(path, shape)
+    head = Eagle3Source.load_head(path, config, torch.float32, torch.device("cpu"))
+    assert head.ids is not None
+    assert head.ids.shape == (10_240,)
+    assert sum(each.stat().st_size for each in Path(path).iterdir()) <= 24_000_000
 
 
 def test_a_head_is_known_before_its_weights_are_read(head: str, tmp_path: Path) -> None:
