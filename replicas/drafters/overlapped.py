@@ -22,7 +22,14 @@ import torch
 from transformers import PreTrainedModel
 
 from replicas.config import ReplicaConfig
-from replicas.drafters.protocol import Drafter, DraftRequest, DraftSource, Observation, Proposal
+from replicas.drafters.protocol import (
+    Drafter,
+    DraftRequest,
+    DraftSource,
+    Observation,
+    Proposal,
+    SourceAround,
+)
 from replicas.errors import PairRefused, TooLittleMemory
 from replicas.memory import DraftMemory, MemoryPlan, free_bytes, in_mib
 from replicas.models import dtype_of, may_be_gpu, resolve_device
@@ -161,8 +168,7 @@ def _moved(value: _T, device: torch.device) -> _T:
 
 
 @dataclass(frozen=True)
-class OverlappedSource(DraftSource):
-    other: DraftSource
+class OverlappedSource(SourceAround):
     apart: bool
     """Whether its memory is not the target's."""
     device: torch.device | None = None
@@ -171,14 +177,6 @@ class OverlappedSource(DraftSource):
     @classmethod
     def of(cls, other: DraftSource, config: ReplicaConfig) -> OverlappedSource:
         return cls(other, config.drafting.draft_device != "cpu" or may_be_gpu(config.device))
-
-    @property
-    def vocab_size(self) -> int | None:  # type: ignore[override]
-        return self.other.vocab_size
-
-    @property
-    def draft_len_max(self) -> int | None:
-        return self.other.draft_len_max
 
     @property
     def memory(self) -> DraftMemory:

@@ -153,3 +153,18 @@ class DraftSource(Protocol):
     def drafter(self, target: PreTrainedModel, config: ReplicaConfig, plan: MemoryPlan) -> Drafter:
         """A new drafter, with caches of the plan's blocks. Raises PairRefused."""
         ...
+
+
+@dataclass(frozen=True)
+class SourceAround(DraftSource):
+    """One whose drafter calls another source's: it drafts the same tokens, as far."""
+
+    other: DraftSource
+
+    @property
+    def vocab_size(self) -> int | None:  # type: ignore[override]
+        return self.other.vocab_size
+
+    @property
+    def draft_len_max(self) -> int | None:
+        return self.other.draft_len_max

@@ -9,14 +9,21 @@ at least what the other has had accepted of late.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from transformers import PreTrainedModel
 
 from replicas.config import ReplicaConfig
 from replicas.drafters.history import TOKEN_BYTES
-from replicas.drafters.protocol import Drafter, DraftRequest, DraftSource, Observation, Proposal
+from replicas.drafters.protocol import (
+    Drafter,
+    DraftRequest,
+    DraftSource,
+    Observation,
+    Proposal,
+    SourceAround,
+)
 from replicas.drafters.suffix import OUTPUTS_TOKENS, SuffixDrafter
 from replicas.memory import DraftMemory, MemoryPlan
 from replicas.stopwatch import Stopwatch
@@ -94,18 +101,7 @@ def _deep(tokens: torch.Tensor, k: int) -> torch.Tensor:  # [k, rows]
     return torch.nn.functional.pad(tokens, (0, 0, 0, k - len(tokens)))
 
 
-@dataclass(frozen=True)
-class SuffixFirstSource(DraftSource):
-    other: DraftSource
-
-    @property
-    def vocab_size(self) -> int | None:  # type: ignore[override]
-        return self.other.vocab_size
-
-    @property
-    def draft_len_max(self) -> int | None:
-        return self.other.draft_len_max
-
+class SuffixFirstSource(SourceAround):
     @property
     def memory(self) -> DraftMemory:
         memory = self.other.memory
