@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from replicas.drafters import FIRST, LATER, CloverConfig, clover_config
-from replicas.errors import PairRefused, TrainingRefused
+from replicas.errors import TrainingRefused
 from replicas.training.methods.clover import LAST_NORM, OUTPUT, CloverHead
 from replicas.training.methods.head import TrainableHead
 from replicas.training.methods.method import Weights
@@ -16,6 +16,7 @@ from replicas.training.methods.target import (
     last_norm,
     layer_settings,
     layer_weights,
+    made_for,
     output_rows,
     random_tensors,
 )
@@ -82,7 +83,5 @@ class CloverMethod:
 
 
 def _config(settings: dict[str, Any], target: Any) -> CloverConfig:
-    try:
+    with made_for("Clover-2 head"):
         return clover_config(settings, (), target)
-    except PairRefused as error:
-        raise TrainingRefused(f"target: no Clover-2 head can be made for it: {error}") from None

@@ -8,7 +8,6 @@ import torch
 from transformers import PreTrainedModel
 
 from replicas.drafters import MASK, OnePassConfig, one_pass_config
-from replicas.errors import PairRefused, TrainingRefused
 from replicas.training.methods.dspark import DSparkHead
 from replicas.training.methods.head import TrainableHead
 from replicas.training.methods.method import Weights
@@ -18,6 +17,7 @@ from replicas.training.methods.target import (
     last_norm,
     layer_settings,
     layer_weights,
+    made_for,
     output_rows,
     random_tensors,
 )
@@ -97,7 +97,5 @@ class DSparkMethod:
 
 
 def _config(settings: dict[str, Any], target: Any) -> OnePassConfig:
-    try:
+    with made_for("DSpark head"):
         return one_pass_config(settings, _OWN, target)
-    except PairRefused as error:
-        raise TrainingRefused(f"target: no DSpark head can be made for it: {error}") from None

@@ -8,7 +8,6 @@ import torch
 from transformers import PreTrainedModel
 
 from replicas.drafters import LAYER, Eagle3Config, eagle3_config
-from replicas.errors import PairRefused, TrainingRefused
 from replicas.training.methods.eagle3 import EMBEDDINGS, Eagle3Head
 from replicas.training.methods.head import TrainableHead
 from replicas.training.methods.method import Weights
@@ -18,6 +17,7 @@ from replicas.training.methods.target import (
     last_norm,
     layer_settings,
     layer_weights,
+    made_for,
     output_rows,
     random_tensors,
 )
@@ -108,7 +108,5 @@ class Eagle3Method:
 
 
 def _config(settings: dict[str, Any], target: Any) -> Eagle3Config:
-    try:
+    with made_for("EAGLE-3 head"):
         return eagle3_config(settings, (), target)
-    except PairRefused as error:
-        raise TrainingRefused(f"target: no EAGLE-3 head can be made for it: {error}") from None

@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.nn.functional import rms_norm
 from transformers import AutoConfig, PreTrainedModel
 
-from replicas.errors import TrainingRefused
+from replicas.errors import PairRefused, TrainingRefused
 from replicas.training.conversations import Conversation
 
 _NOISE = 0.02
+
+
+@contextmanager
+def made_for(title: str) -> Iterator[None]:
+    """Raises TrainingRefused where a config of the head `title` raises PairRefused."""
+    try:
+        yield
+    except PairRefused as error:
+        raise TrainingRefused(f"target: no {title} can be made for it: {error}") from None
 
 
 def aux_layers(layers: int) -> tuple[int, ...]:
