@@ -125,7 +125,7 @@ tags: [{method.name}, speculative-decoding]
 |---|---|
 {rows}
 
-| answer tokens seen | loss | held out | accepted per step |
+| tokens guessed at | loss | held out | accepted per step |
 |---|---|---|---|
 {curve}
 
@@ -184,8 +184,8 @@ def _plots(
     shares = [100 * share for share in acceptance.by_position]
     return [
         [
-            line(curve("held_out_loss"), "Loss, held out", "answer tokens", "nats"),
-            line(curve("accepted"), "Accepted per step", "answer tokens", "draft tokens"),
+            line(curve("held_out_loss"), "Loss, held out", "tokens guessed at", "nats"),
+            line(curve("accepted"), "Accepted per step", "tokens guessed at", "draft tokens"),
         ],
         [
             columns(shares, "Right by position", "draft token", "% of steps", 100),

@@ -14,7 +14,7 @@ from random import Random
 import torch
 
 from replicas.training.conversations import ConversationFolder, read_part
-from replicas.training.features import FeatureFolder, Features
+from replicas.training.features import FeatureFolder
 from replicas.training.methods import Batch
 
 HELD_OUT = 40
@@ -31,15 +31,22 @@ class Item:
     index: int
     length: int
     answer: int
+    """Where the target's answer begins."""
+    begin: int
+    """A head guesses the tokens after this one."""
 
     @property
     def guessed(self) -> int:
-        """Slots where a head guesses: it never guesses the first token of an answer."""
-        return self.length - self.answer - 1
+        """Slots where a head guesses."""
+        return self.length - self.begin - 1
 
 
 def divided(folder: ConversationFolder, tokens: int | None = None) -> tuple[list[Item], list[Item]]:
-    """Conversations to train on, and held-out ones; of the first so many tokens."""
+    """Conversations to train on, and held-out ones; of the first so many tokens.
+
+    A head learns whole conversations: questions are text for which the target has probabilities
+    too. It is scored on answers.
+    """
     train: list[Item] = []
     held_out: list[Item] = []
     seen = number = 0
@@ -48,9 +55,10 @@ def divided(folder: ConversationFolder, tokens: int | None = None) -> tuple[list
             if tokens is not None and seen + len(each.ids) > tokens:
                 return train, held_out
             seen += len(each.ids)
-            if each.trained > 1 and each.answer > 0:
-                side = held_out if number % HELD_OUT == HELD_OUT - 1 else train
-                side.append(Item(part, index, len(each.ids), each.answer))
+            if each.answer_tokens > 1 and each.answer > 0:
+                last = number % HELD_OUT == HELD_OUT - 1
+                side, begin = (held_out, each.answer) if last else (train, 1)
+                side.append(Item(part, index, len(each.ids), each.answer, begin))
                 number += 1
     return train, held_out
 
@@ -90,30 +98,27 @@ def _sorted_batches(items: list[Item], batch_tokens: int) -> Iterator[list[Item]
 
 
 def batch_of(features: FeatureFolder, items: Sequence[Item]) -> Batch:
-    return collated([features.read(item.part, item.index) for item in items])
-
-
-def collated(found: Sequence[Features]) -> Batch:
     """Slots are one fewer than tokens: at the last token nothing follows to be seen."""
+    found = [features.read(item.part, item.index) for item in items]
     rows = len(found)
-    slots = max(len(each.conversation.ids) for each in found) - 1
-    most = max(each.conversation.trained for each in found) - 1
+    slots = max(item.length for item in items) - 1
+    most = max(item.guessed for item in items)
     tokens = torch.zeros((rows, slots), dtype=torch.int64)
     hidden = torch.zeros((rows, slots, found[0].hidden.shape[1]))
-    answers = torch.zeros((rows, most), dtype=torch.int64)
+    begins = torch.zeros((rows, most), dtype=torch.int64)
     guesses = torch.zeros((rows, most), dtype=torch.bool)
     width = found[0].likely.shape[1]
     likely = torch.zeros((rows, most, width), dtype=torch.int64)
     chances = torch.zeros((rows, most, width))
-    for row, each in enumerate(found):
-        ids, answer = each.conversation.ids, each.conversation.answer
-        count, guessed = len(ids) - 1, each.conversation.trained - 1
+    for row, (item, each) in enumerate(zip(items, found, strict=True)):
+        ids, begin, guessed = each.conversation.ids, item.begin, item.guessed
+        count = len(ids) - 1
         tokens[row, :count] = torch.tensor(ids[1:])
         hidden[row, :count] = each.hidden[:count].float()
-        # The slot before the answer's first token sees that token and guesses the second one.
-        first = answer - 1
-        answers[row] = (first + torch.arange(most)).clamp(max=first + guessed - 1)
+        # The slot before token `begin` sees that token and guesses the one after.
+        first = begin - 1
+        begins[row] = (first + torch.arange(most)).clamp(max=first + guessed - 1)
         guesses[row, :guessed] = True
-        likely[row, :guessed] = each.likely[answer : answer + guessed].long()
-        chances[row, :guessed] = each.chances[answer : answer + guessed].float()
-    return Batch(tokens, hidden, answers, guesses, likely, chances)
+        likely[row, :guessed] = each.likely[begin : begin + guessed].long()
+        chances[row, :guessed] = each.chances[begin : begin + guessed].float()
+    return Batch(tokens, hidden, begins, guesses, likely, chances)

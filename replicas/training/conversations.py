@@ -24,8 +24,7 @@ class Conversation:
     answer: int
 
     @property
-    def trained(self) -> int:
-        """Tokens that a drafter learns to guess."""
+    def answer_tokens(self) -> int:
         return len(self.ids) - self.answer
 
 

@@ -83,7 +83,7 @@ def take_in(
         if each is None:
             counts.runaways += 1
             continue
-        if each.trained < 2:
+        if each.answer_tokens < 2:
             counts.empty += 1
             continue
         if each.ids in seen:
@@ -94,7 +94,7 @@ def take_in(
         tokens += len(each.ids)
         counts.kept += 1
         counts.tokens += len(each.ids)
-        counts.answer_tokens += each.trained
+        counts.answer_tokens += each.answer_tokens
         if tokens >= PART_TOKENS:
             folder.append(kept, counts)
             kept, tokens = [], 0

@@ -239,7 +239,7 @@ class Drawing:
         self._kept.append(what)
         self.counts.kept += 1
         self.counts.tokens += len(what.ids)
-        self.counts.answer_tokens += what.trained
+        self.counts.answer_tokens += what.answer_tokens
 
     def _write(self) -> None:
         if self._kept:

@@ -59,7 +59,7 @@ class Point:
     """One head, measured."""
 
     tokens: int
-    """Answer tokens that it has seen."""
+    """Tokens that it has guessed at."""
     parameters: int
     accepted: float
     """Draft tokens per step, in real steps."""

@@ -66,7 +66,7 @@ class Progress:
     batch: int = 0
     """Of the epoch: the next."""
     tokens: int = 0
-    """Answer tokens that were seen, those of repeated epochs too."""
+    """Tokens that were guessed at, those of repeated epochs too."""
     seconds: float = 0.0
     """That steps have taken."""
     items: int = 0

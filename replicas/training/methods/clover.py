@@ -40,12 +40,12 @@ class CloverHead(TrainableHead):
 
     def forward(self, batch: Batch, step_weights: tuple[float, ...], at: int = 0) -> Unrolled:
         out = self.states(batch, len(step_weights))
-        chosen = torch.arange(batch.answers.shape[1], device=batch.tokens.device)
+        chosen = torch.arange(batch.begins.shape[1], device=batch.tokens.device)
         width = self.config.hidden_size
         told = self._told(batch, chosen, out, self._tensor(OUTPUT), step_weights, fixed=width)
         # What the target has where it chooses the token: one slot on for each step.
         ahead = torch.arange(1, len(step_weights) + 1, device=chosen.device)
-        slots, there = batch.answers[..., None] + ahead, told.there
+        slots, there = batch.begins[..., None] + ahead, told.there
         rows = torch.arange(len(slots), device=slots.device)[:, None, None].expand(slots.shape)
         norm = self._tensor(LAST_NORM)
         own = rms_norm(batch.hidden[rows[there], slots[there]], norm.shape, norm, self.config.eps)
@@ -53,32 +53,32 @@ class CloverHead(TrainableHead):
         far = (far * told.shares.expand(there.shape)[there]).sum()
         return told.unrolled(told.loss + _DISTANCE * far)
 
-    def states(self, batch: Batch, steps: int) -> torch.Tensor:  # [rows, answer, steps, width]
-        """What the head puts out at each slot of the answers, before the output matrix."""
+    def states(self, batch: Batch, steps: int) -> torch.Tensor:  # [rows, begins, steps, width]
+        """What the head puts out at each slot of `batch.begins`, before the output matrix."""
         state = self._augmented(batch)
         out = [self._out(state, "clover_head_mlp")]
         last = batch.tokens.shape[1] - 1
         for step in range(1, steps):
-            told = batch.tokens.gather(1, (batch.answers + step).clamp(max=last))
+            told = batch.tokens.gather(1, (batch.begins + step).clamp(max=last))
             state, seen = self._next(state, embedding(told, self._tensor(OUTPUT)), step)
             out.append(self._out(torch.cat((state, seen), -1), "clover_head_mlp2"))
         return torch.stack(out, 2)
 
-    def logits(self, batch: Batch, steps: int) -> torch.Tensor:  # [rows, answer, steps, vocab]
+    def logits(self, batch: Batch, steps: int) -> torch.Tensor:  # [rows, begins, steps, vocab]
         return self.states(batch, steps) @ self._tensor(OUTPUT).T
 
     def _next(
         self,
-        state: torch.Tensor,  # [rows, answer, width]
-        token: torch.Tensor,  # [rows, answer, width]
+        state: torch.Tensor,  # [rows, begins, width]
+        token: torch.Tensor,  # [rows, begins, width]
         step: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The state that has taken a token in, and what is seen of the token beside it."""
         return self._joined(state, token, LATER), token
 
-    def _augmented(self, batch: Batch) -> torch.Tensor:  # [rows, answer, width]
-        config, answers = self.config, batch.answers
-        rows = torch.arange(answers.shape[0], device=answers.device)[:, None]
+    def _augmented(self, batch: Batch) -> torch.Tensor:  # [rows, begins, width]
+        config, begins = self.config, batch.begins
+        rows = torch.arange(begins.shape[0], device=begins.device)[:, None]
         x = self._joined(batch.hidden, embedding(batch.tokens, self._tensor(OUTPUT)), FIRST)
         positions = torch.arange(x.shape[1], device=x.device)
         cos, sin = (turn[:, :, None].float() for turn in self._rotary(x, positions[None]))
@@ -91,9 +91,9 @@ class CloverHead(TrainableHead):
             )
             query, key = rotated(query, (cos, sin)), rotated(key, (cos, sin))
             mask = (positions <= positions[:, None])[None, None]
-            if number == config.num_hidden_layers - 1:  # only the answers go on
-                query, x = query[rows, answers], x[rows, answers]
-                mask = (positions <= answers[..., None])[:, None]
+            if number == config.num_hidden_layers - 1:  # only slots where drafts begin go on
+                query, x = query[rows, begins], x[rows, begins]
+                mask = (positions <= begins[..., None])[:, None]
             attended = scaled_dot_product_attention(
                 query.transpose(1, 2).to(value.dtype),
                 key.transpose(1, 2).to(value.dtype),

@@ -33,10 +33,10 @@ class DSparkHead(TrainableHead):
 
     def forward(self, batch: Batch, step_weights: tuple[float, ...], at: int = 0) -> Unrolled:
         """`step_weights` are as many as a block has places."""
-        most = batch.answers.shape[1]
-        every = min(EVERY, most)  # of short answers a block begins somewhere, too
+        most = batch.begins.shape[1]
+        every = min(EVERY, most)  # of short conversations a block begins somewhere, too
         chosen = torch.arange(at % every, most, every, device=batch.tokens.device)
-        anchors = batch.answers[:, chosen]
+        anchors = batch.begins[:, chosen]
         hidden = self.blocks(batch, anchors)[:, :, : len(step_weights)]
         markov = self._markov(batch, anchors, len(step_weights))
         matrices = (self._weight("lm_head"), self._weight("markov_head.markov_w2"))

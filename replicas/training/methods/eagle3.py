@@ -45,13 +45,13 @@ class Eagle3Head(TrainableHead):
         cos, sin = self._rotary(fused, positions[None])
         cos, sin = cos[0][:, None].float(), sin[0][:, None].float()  # [slots, 1, head_dim]
 
-        # Queries are needed in the answers only; keys and values of the target's states everywhere.
-        answers = batch.answers
-        part, turn = embedded[rows, answers], (cos[answers], sin[answers])
+        # Queries are needed where drafts begin only; keys and values of the target's states everywhere.
+        begins = batch.begins
+        part, turn = embedded[rows, begins], (cos[begins], sin[begins])
         normed = self._norm(fused, LAYER + "hidden_norm")
         first_key, first_value = self._keys_values(embedded, normed, (cos, sin))
         of_embedded = {letter: self._half(part, letter, 0) for letter in "qkv"}
-        hidden = fused[rows, answers]
+        hidden = fused[rows, begins]
         own_states: list[tuple[torch.Tensor, torch.Tensor]] = []
         loss = fused.new_zeros(())
         losses, counts, right = [], [], []
@@ -74,7 +74,7 @@ class Eagle3Head(TrainableHead):
                     for letter in "kv"
                 )
                 own_states.append((rotated(key, turn), value))
-            attended = self._attend(query, first_key, first_value, own_states, answers, positions)
+            attended = self._attend(query, first_key, first_value, own_states, begins, positions)
             residual = normed if self.config.norm_before_residual else hidden
             x = self._linear(attended, _ATTENTION + "o_proj") + residual
             y = self._norm(x, LAYER + "post_attention_layernorm")
@@ -104,17 +104,17 @@ class Eagle3Head(TrainableHead):
 
     def _attend(
         self,
-        query: torch.Tensor,  # [rows, answer, heads, head_dim]
+        query: torch.Tensor,  # [rows, begins, heads, head_dim]
         first_key: torch.Tensor,  # [rows, slots, kv_heads, head_dim]
         first_value: torch.Tensor,
-        own_states: list[tuple[torch.Tensor, torch.Tensor]],  # each [rows, answer, kv_heads, dim]
-        answers: torch.Tensor,  # [rows, answer]
+        own_states: list[tuple[torch.Tensor, torch.Tensor]],  # each [rows, begins, kv_heads, dim]
+        begins: torch.Tensor,  # [rows, begins]
         positions: torch.Tensor,  # [slots]
-    ) -> torch.Tensor:  # [rows, answer, heads * head_dim]
+    ) -> torch.Tensor:  # [rows, begins, heads * head_dim]
         steps, scale = len(own_states), self._scale
         query = query.transpose(1, 2)
         keys, values = self._repeated(first_key), self._repeated(first_value)
-        hidden = positions > (answers - steps)[..., None]
+        hidden = positions > (begins - steps)[..., None]
         scores = (query @ keys.transpose(2, 3)).float() * scale
         scores = scores.masked_fill(hidden[:, None], -torch.inf)
         behind = []

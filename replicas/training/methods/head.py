@@ -16,15 +16,15 @@ from replicas.training.methods.loss import soft_cross_entropy
 
 @dataclass(frozen=True)
 class Batch:
-    """Conversations side by side. Of each the slots [0, lengths) are its own; those of `answers`
-    are where the head guesses."""
+    """Conversations side by side. Of each the slots [0, lengths) are its own; those of `begins`
+    are those from which it drafts."""
 
     tokens: torch.Tensor  # [rows, slots], int64: at slot i the token at i + 1
     hidden: torch.Tensor  # [rows, slots, aux layers * target's width]
-    answers: torch.Tensor  # [rows, answer], int64: slots, rising; the last one repeated at the end
-    guesses: torch.Tensor  # [rows, answer], bool: no repetition
-    likely: torch.Tensor  # [rows, answer, n], int64: ids of the target's likeliest tokens at i + 2
-    chances: torch.Tensor  # [rows, answer, n], float32: their probabilities
+    begins: torch.Tensor  # [rows, begins], int64: slots, rising; the last one repeated at the end
+    guesses: torch.Tensor  # [rows, begins], bool: no repetition
+    likely: torch.Tensor  # [rows, begins, n], int64: ids of the target's likeliest tokens at i + 2
+    chances: torch.Tensor  # [rows, begins, n], float32: their probabilities
 
     def to(self, device: torch.device) -> Batch:
         return Batch(*(getattr(self, field.name).to(device) for field in fields(self)))
@@ -39,7 +39,7 @@ class Unrolled:
     it the sum over all."""
     losses: torch.Tensor  # [steps]: sums of the cross-entropy over slots, without gradient
     slots: torch.Tensor  # [steps]: how many
-    right: torch.Tensor  # [steps, rows, answer], bool
+    right: torch.Tensor  # [steps, rows, begins], bool
     """Whether the likeliest token of the head is the target's."""
     accepted: torch.Tensor  # [steps]
     """In how many slots the drafts up to this step are all right, of a draft that began j slots
@@ -56,7 +56,7 @@ class Told:
     shares: torch.Tensor  # [steps]: the weights
     there: torch.Tensor  # [rows, n, steps], bool: where there is something to guess
     hits: torch.Tensor  # [rows, n, steps], bool: where the likeliest token is the target's
-    right: torch.Tensor  # [steps, rows, answer], bool: the same by the slot that is guessed
+    right: torch.Tensor  # [steps, rows, begins], bool: the same by the slot that is guessed
 
     @property
     def reached(self) -> torch.Tensor:  # [rows, n, steps], bool
@@ -126,7 +126,7 @@ class TrainableHead(nn.Module, ABC):
     def _told(
         self,
         batch: Batch,
-        chosen: torch.Tensor,  # [n], int64: where drafts begin, of the batch's answer slots
+        chosen: torch.Tensor,  # [n], int64: where drafts begin, of `batch.begins`
         x: torch.Tensor,  # [rows, n, steps, width]
         weight: torch.Tensor,  # [draft vocabulary, width]
         step_weights: tuple[float, ...],
@@ -134,7 +134,7 @@ class TrainableHead(nn.Module, ABC):
     ) -> Told:
         """`fixed`: see `soft_cross_entropy`."""
         own, chances, best = self._targets(batch)
-        most = batch.answers.shape[1]
+        most = batch.begins.shape[1]
         shares = x.new_tensor(step_weights, dtype=torch.float32)
         places = chosen[:, None] + torch.arange(len(step_weights), device=chosen.device)
         inside = places.clamp(max=most - 1)
@@ -153,8 +153,8 @@ class TrainableHead(nn.Module, ABC):
         return Told(loss, losses, shares, there, hits, right[..., :most])
 
     def _targets(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Of `likely`: the head's ids and the chances of those that it has, [rows, answer, n]; and
-        the head's id of the likeliest, or -1, [rows, answer]."""
+        """Of `likely`: the head's ids and the chances of those that it has, [rows, begins, n]; and
+        the head's id of the likeliest, or -1, [rows, begins]."""
         own = self.own_ids[batch.likely]
         return own.clamp(min=0), batch.chances.masked_fill(own < 0, 0.0), own[..., 0]
 

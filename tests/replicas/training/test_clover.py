@@ -69,7 +69,7 @@ def test_logits_at_every_slot_are_those_of_the_equations() -> None:
     expected, tried = torch.zeros(()), 0
     for number, row in enumerate(rows):
         own = rms_norm(batch.hidden[number], (32,), target_model("llama").model.norm.weight, 1e-6)
-        for place, slot in enumerate(batch.answers[number].tolist()):
+        for place, slot in enumerate(batch.begins[number].tolist()):
             if not batch.guesses[number, place]:
                 continue
             content, drafts = row[: slot + 2], row[slot + 2 :][: STEPS - 1]
@@ -142,7 +142,7 @@ class WithoutRegression(CloverHead):
 
 
 def test_training_makes_it_right_more_often(tmp_path: Path) -> None:
-    settings = TrainSettings(steps=60, batch_tokens=600, rate=3e-3, warmup=5)
+    settings = TrainSettings(steps=90, batch_tokens=600, rate=3e-3, warmup=5)
     made = training(tmp_path, settings, "clover")
     items, _ = divided(ConversationFolder(tmp_path / "ids"))
     before = made.score(items)
@@ -156,7 +156,7 @@ def test_training_makes_it_right_more_often(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_regressive_connections_guess_more_than_heads_without(tmp_path: Path) -> None:
-    settings = TrainSettings(steps=60, batch_tokens=600, rate=3e-3, warmup=5)
+    settings = TrainSettings(steps=90, batch_tokens=600, rate=3e-3, warmup=5)
     made = training(tmp_path, settings, "clover")
     items, _ = divided(ConversationFolder(tmp_path / "ids"))
     head = made.head

@@ -93,7 +93,7 @@ def test_duplicates_and_runaways_are_dropped_and_counted(tmp_path: Path) -> None
     counts, found = folder.counts(), list(folder)
     assert counts.kept == len(found) == 40
     assert counts.tokens == sum(len(each.ids) for each in found)
-    assert counts.answer_tokens == sum(each.trained for each in found)
+    assert counts.answer_tokens == sum(each.answer_tokens for each in found)
     assert counts.runaways
     assert counts.duplicates
     questions = [each.ids[: each.answer] for each in found]
@@ -102,7 +102,7 @@ def test_duplicates_and_runaways_are_dropped_and_counted(tmp_path: Path) -> None
         assert each.ids[: len(HEADER)] == HEADER
         assert each.ids[each.answer - len(ANSWER) : each.answer] == ANSWER
         # An answer that has no end and does not repeat itself is cut at its limit.
-        assert each.ids[-1] == END or each.trained == SETTINGS.answer_tokens
+        assert each.ids[-1] == END or each.answer_tokens == SETTINGS.answer_tokens
 
 
 def test_a_target_that_never_ends_a_turn_is_refused(tmp_path: Path) -> None:

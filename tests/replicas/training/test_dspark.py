@@ -60,12 +60,12 @@ def test_every_block_is_that_of_the_equations() -> None:
     plain = PlainOnePass({**SAID, **settings}, tensors, plain_target(), first=0)
     batch, rows = random_batch((12, 23, 30), [5, 9, 11])
     with torch.no_grad():
-        logits = head.logits(batch, batch.answers)
-        sure = head.confidence(batch, batch.answers)
+        logits = head.logits(batch, batch.begins)
+        sure = head.confidence(batch, batch.begins)
         seen = [head(batch, (1.0,) * METHOD.unroll, at) for at in range(EVERY)]
     tried = 0
     for number, row in enumerate(rows):
-        for place, slot in enumerate(batch.answers[number].tolist()):
+        for place, slot in enumerate(batch.begins[number].tolist()):
             if not batch.guesses[number, place]:
                 continue
             context = torch.cat(hidden_states(row[: slot + 2], list(head.config.aux_layers)), -1)
@@ -111,7 +111,7 @@ def test_the_loss_is_cross_entropy_and_the_doubt_where_acceptance_is_decided() -
     of the first draft that is wrong, and of all before it, and moves nothing but itself."""
     head, _, _ = random_head()
     batch, _ = random_batch((26, 30), [5, 9])
-    anchors = batch.answers[:, ::EVERY]
+    anchors = batch.begins[:, ::EVERY]
     with torch.no_grad():
         scores, sure = head.logits(batch, anchors), head.confidence(batch, anchors)
         best = scores.argmax(-1)
