@@ -1,7 +1,8 @@
 """A few trials when a replica has loaded: what the pool knows of its speed at first.
 
-They are real batches on sequences of the same token over and over, so they also warm everything up
-that the first request would have to wait for.
+They are real batches on sequences of a phrase over and over, in each row another one: so there are
+drafts to check, rows hit different experts, and everything is warm that the first request would
+have to wait for.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from itertools import cycle, islice
 from random import Random
 from typing import Protocol
 from uuid import uuid4
@@ -32,6 +34,8 @@ STEPS = 4
 """Timed steps of each kind, after one that does not count."""
 LENGTH = 64
 """Tokens of a trial sequence before its first step."""
+PHRASE = 8
+"""Tokens of it until they come again."""
 CHUNKS = (16, 64, 256)
 """Tokens of the trial prefills; what more of them behind others cost shows in use."""
 PREFILLS = 2
@@ -142,7 +146,7 @@ def _prefills(replica: Trial) -> list[TriedBatch]:
     spec = replica.spec
     found: list[TriedBatch] = []
     for size in CHUNKS:
-        content = (0,) * (size + 1)
+        content = _phrases(spec, size + 1)
         blocks = -(-(len(content) + 1) // spec.block_size)
         if len(content) >= spec.context_len or spec.blocks_taken(blocks) > spec.kv_blocks:
             break
@@ -165,8 +169,14 @@ def _steps(replica: Trial, rows_max: int, draft_len_max: int) -> list[TriedBatch
     most = min(most, spec.rows_max or most, rows_max)
     found: list[TriedBatch] = []
     for count in dict.fromkeys(min(rows, most) for rows in ROWS if most):
-        contents, left = [(0,) * LENGTH] * count, length_max - LENGTH
+        contents = [_phrases(spec, LENGTH, row) for row in range(count)]
+        left = length_max - LENGTH
         stepped = _tried(replica, contents, left, [k for k in draft_lens for _ in range(each)])[1:]
         for first in range(0, len(stepped), each):
             found += stepped[first + 1 : first + each]
     return found
+
+
+def _phrases(spec: ReplicaSpec, length: int, row: int = 0) -> tuple[int, ...]:
+    phrase = Random(row).choices(range(spec.vocab_size), k=PHRASE)
+    return tuple(islice(cycle(phrase), length))

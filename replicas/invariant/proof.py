@@ -55,7 +55,9 @@ def prove(
     what a CPU computes at once.
     """
     threads = torch.get_num_threads()
-    tokens = same_counts(products, rowwise, prepack)
+    tokens = same_counts(products, prepack)
+    for function, width in rowwise:
+        tokens &= _row_counts(function, width)
     if whole_vectors:
         tokens = {count for count in tokens if count % VECTOR == 0}
     for sizes in _SIZES if tokens else ():
@@ -71,13 +73,10 @@ def prove(
 
 def same_counts(
     products: Iterable[tuple[int, int]],  # (in, out) of each weight
-    rowwise: Iterable[tuple[RowFunction, int]],  # and the width of its input
     prepack: bool,
 ) -> set[int]:
     """The numbers of tokens for which each of them gives a token the bits it has among many."""
     tokens = set(COUNTS)
-    for function, width in rowwise:
-        tokens &= _row_counts(function, width)
     for fan_in, fan_out in set(products):
         tokens &= _token_counts(fan_in, fan_out, prepack, torch.get_num_threads())
     return tokens

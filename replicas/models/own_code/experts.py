@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.functional import linear, pad
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from replicas.invariant import TILE, VECTOR, Arithmetic, Product, RowFunction, same_counts
+from replicas.invariant import TILE, VECTOR, Arithmetic, Product, RowFunction, in_tiles, same_counts
 from replicas.models.own_code.current_pass import PASS
 
 EXPERTS = "lockstep_experts"
@@ -35,8 +35,6 @@ class ExpertProducts:
     up: list[Product]
     """Gate and up together, where there is a gate."""
     down: list[Product]
-    rowwise: list[tuple[RowFunction, int]]
-    """What else is computed of each token, and the width of its input."""
     prepack: bool
     arithmetic: Arithmetic | None = None
     """None: any number of tokens is computed as it is."""
@@ -52,10 +50,7 @@ class ExpertProducts:
             ]
 
         up, down = (products(*given) for given in _weights(module))
-        rowwise: list[tuple[RowFunction, int]] = [(partial(_inner, module), up[0].weight.shape[0])]
-        if module.has_post_expert_norm:
-            rowwise.append((module.post_expert_norm, down[0].weight.shape[0]))
-        return cls(up, down, rowwise, prepack)
+        return cls(up, down, prepack)
 
     @property
     def all(self) -> list[Product]:
@@ -73,7 +68,7 @@ class ExpertProducts:
         if arithmetic.proven and arithmetic.tokens[0] != TILE:
             widths = {width for shape in self.shapes for width in shape}
             if not any(width % VECTOR for width in widths):
-                own = same_counts(self.shapes, self.rowwise, self.prepack)
+                own = same_counts(self.shapes, self.prepack)
                 tokens = tuple(sorted({*own, *arithmetic.tokens}))
                 arithmetic = replace(arithmetic, tokens=tokens)
         self.arithmetic = arithmetic
@@ -119,12 +114,10 @@ def forward(
     order = np.argsort(experts, kind="stable")
     places = torch.from_numpy(order)
     states = hidden_states.index_select(0, places // chosen)
-    starts = np.flatnonzero(np.diff(experts[order], prepend=-1)).tolist()
-    products: ExpertProducts | None = getattr(module, _PRODUCTS, None)
-    sorted_out = torch.empty_like(states)
-    for start, end in zip(starts, [*starts[1:], len(order)], strict=True):
-        number = int(experts[order[start]])
-        sorted_out[start:end] = _one_expert(module, products, number, states[start:end])
+    starts = np.flatnonzero(np.diff(experts[order], prepend=-1))
+    numbers = experts[order[starts]].tolist()
+    counts = np.diff(starts, append=len(order)).tolist()
+    sorted_out = _chosen_experts(module, states, numbers, counts)
     out = hidden_states.new_zeros((tokens * chosen, hidden_states.shape[1]))
     out.index_copy_(0, places, sorted_out)
     weighted = out.view(tokens, chosen, -1) * top_k_weights[:, :, None].to(out.dtype)
@@ -134,23 +127,45 @@ def forward(
     return total.to(hidden_states.dtype)
 
 
-def _one_expert(
-    module: Any, products: ExpertProducts | None, number: int, x: torch.Tensor
-) -> torch.Tensor:
-    count = x.shape[0]
-    if products is not None and products.arithmetic is not None:
-        more = products.arithmetic.padded(count) - count
-        x = pad(x, (0, 0, 0, more)) if more else x
+def _chosen_experts(
+    module: Any,
+    states: torch.Tensor,  # [n, hidden], those of an expert together
+    numbers: list[int],  # experts
+    counts: list[int],  # states of each
+) -> torch.Tensor:  # [n, hidden]
+    """What stands between the products is computed of all experts' tokens at once."""
+    products: ExpertProducts | None = getattr(module, _PRODUCTS, None)
+    ups: Any
+    downs: Any
     if products is None:
-        (up, up_bias), (down, down_bias) = _weights(module)
-        first = linear(x, _out_in(module, up[number]), None if up_bias is None else up_bias[number])
-        bias = None if down_bias is None else down_bias[number]
-        out = linear(_inner(module, first), _out_in(module, down[number]), bias)
+        ups, downs = (
+            {each: _by_weight(module, *given, each) for each in numbers}
+            for given in _weights(module)
+        )
     else:
-        out = products.down[number](_inner(module, products.up[number](x)).contiguous())
-    if module.has_post_expert_norm:
-        out = module.post_expert_norm(out)
-    return out[:count]
+        ups, downs = products.up, products.down
+    arithmetic = None if products is None else products.arithmetic
+    padding = [arithmetic.padded(count) - count if arithmetic else 0 for count in counts]
+
+    def computed(x: torch.Tensor, functions: Any) -> torch.Tensor:
+        out = []
+        for number, part, more in zip(numbers, torch.split(x, counts), padding, strict=True):
+            function = functions[number]
+            out.append(function(pad(part, (0, 0, 0, more)))[:-more] if more else function(part))
+        return torch.cat(out)
+
+    def rowwise(function: RowFunction, x: torch.Tensor) -> torch.Tensor:
+        return in_tiles(function, TILE, x) if arithmetic else function(x)
+
+    out = computed(rowwise(partial(_inner, module), computed(states, ups)), downs)
+    return rowwise(module.post_expert_norm, out) if module.has_post_expert_norm else out
+
+
+def _by_weight(
+    module: Any, weights: torch.Tensor, biases: torch.Tensor | None, number: int
+) -> RowFunction:
+    bias = None if biases is None else biases[number]
+    return partial(linear, weight=_out_in(module, weights[number]), bias=bias)
 
 
 def _inner(module: Any, first: torch.Tensor) -> torch.Tensor:
