@@ -21,6 +21,7 @@ from benchmarks.shared.report import machine, table, write_json
 from cluster.bench.arrivals import Closed, Extent, drive
 from cluster.bench.engine import over_engine
 from cluster.bench.figures import summarise
+from cluster.bench.plots import line, to_svg
 from cluster.frontend.target_text import TargetText
 from cluster.local.engine import LocalEngine
 from replicas.config import ReplicaConfig, SpeculativeConfig
@@ -44,6 +45,21 @@ def served(
     return summary.tokens_per_s, preempted, [engine.outputs[each.id].tokens for each in requests]
 
 
+def picture(rows: list[list[Any]]) -> str:
+    """Of the table's rows, as SVG text. Raises ImportError without matplotlib."""
+    titles = ("Without drafts", "With drafts", "With drafts over without")
+    plots = [
+        line(
+            [(float(row[0].rstrip(" %")), row[column]) for row in reversed(rows)],
+            title,
+            "KV memory, % of what the load takes without a limit",
+            "tokens/s, ratio" if column == 3 else "tokens/s over those at 100 %",
+        )
+        for column, title in enumerate(titles, start=1)
+    ]
+    return to_svg([plots])
+
+
 def main() -> None:
     """Parse the command line, measure, print, write."""
     parser = parser_of(__doc__)
@@ -58,6 +74,7 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--shares", type=float, nargs="+", default=[1.0, 0.7, 0.5, 0.35, 0.25])
+    parser.add_argument("--plot", type=Path, help="write the figures as SVG")
     args = parser.parse_args()
 
     drafting = SpeculativeConfig(method=args.method, model=args.model)
@@ -117,10 +134,12 @@ def main() -> None:
         ]
         for share in args.shares
     ]
+    if args.plot is not None:
+        args.plot.write_text(picture(rows), encoding="utf-8")
     header = ("KV", "without drafts", "with drafts", "with over without", "preempted", "with")
     print(table(header, rows))
     print(f"outputs identical: {'yes' if same else 'NO'}")
-    options = {key: value for key, value in vars(args).items() if key != "json"}
+    options = {key: value for key, value in vars(args).items() if key not in ("json", "plot")}
     write_json(
         args.json,
         {

@@ -8,7 +8,16 @@ from pathlib import Path
 import pytest
 
 from replicas import calibration
-from replicas.calibration import DRAFT_LENS, LENGTH, PREFILLS, ROWS, Trial, calibrate, calibrated
+from replicas.calibration import (
+    DRAFT_LENS,
+    LENGTH,
+    PHRASE,
+    PREFILLS,
+    ROWS,
+    Trial,
+    calibrate,
+    calibrated,
+)
 from replicas.config import ReplicaConfig
 from replicas.replica import Replica
 from scheduler.config import SchedulerConfig
@@ -53,6 +62,26 @@ def test_few_and_many_rows_are_timed_with_and_without_drafting() -> None:
     assert replica.residents == ()
     assert replica.free_blocks == free
     replica.check_integrity()
+
+
+def test_rows_of_a_trial_have_texts_of_their_own_that_repeat(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The same tokens in all rows would hit the same experts, and a step seem faster than it is."""
+    replica = tiny_replica("llama")
+    step, texts = replica.step, []
+
+    def watched(batch: Batch) -> StepResult:
+        texts.append([row.tokens for row in batch.prefill])
+        return step(batch)
+
+    monkeypatch.setattr(replica, "step", watched)
+    calibrate(replica)
+    (together,) = (rows for rows in texts if len(rows) == max(ROWS))
+    assert len(set(together)) == len(together)
+    for text in together:
+        assert len(set(text)) > PHRASE // 2
+        assert text[PHRASE:] == text[:-PHRASE], "suffix decoding has drafts"
 
 
 def test_a_replica_without_room_is_tried_as_far_as_it_goes() -> None:
