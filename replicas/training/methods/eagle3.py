@@ -45,7 +45,7 @@ class Eagle3Head(TrainableHead):
         cos, sin = self._rotary(fused, positions[None])
         cos, sin = cos[0][:, None].float(), sin[0][:, None].float()  # [slots, 1, head_dim]
 
-        # Queries are needed where drafts begin only; keys and values of the target's states everywhere.
+        # Queries are needed where drafts begin only; the target's keys and values everywhere.
         begins = batch.begins
         part, turn = embedded[rows, begins], (cos[begins], sin[begins])
         normed = self._norm(fused, LAYER + "hidden_norm")
