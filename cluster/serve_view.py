@@ -15,6 +15,14 @@ REPLICA, FRONTEND = "replica", "frontend"
 """Names of the deployments."""
 _REFUSALS = ("PairRefused", "TooLittleMemory", "ConfigError", "OSError", "FileNotFoundError")
 """Errors that the same settings meet again; as a traceback's last line begins."""
+_ENDED = (
+    "ray.exceptions.ActorDiedError: The actor died unexpectedly",
+    "ray.exceptions.ActorUnavailableError",
+    "ray.exceptions.NodeDiedError",
+    "ray.exceptions.WorkerCrashedError",
+)
+"""What ended a replica that started and raised nothing: its node was lost, or something killed it.
+Another one may start."""
 
 
 def application() -> ApplicationStatusOverview | None:
@@ -80,6 +88,8 @@ def why_no_replica() -> tuple[str, bool]:
         return "", False
     given_up = status.status == DeploymentStatus.DEPLOY_FAILED
     error = error_of(status)
+    if error.startswith(_ENDED):
+        error = ""
     if not error and given_up:
         error = one_line(status.message)
     return (f"no replica can start: {error}" if error else ""), given_up

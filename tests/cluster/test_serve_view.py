@@ -15,6 +15,12 @@ from cluster.serve_view import APP_NAME, frontends_up, is_final, why_no_replica
 
 TRACE = "A replica failed to start. Error:\n\nray::x\n  File y, line 3\nOSError: no such\nmodel"
 
+LOST = (
+    "A replica failed to start. Error:\n\nTraceback (most recent call last):\n  File y, line 3\n"
+    "ray.exceptions.ActorDiedError: The actor died unexpectedly before finishing this task.\n"
+    "\tclass_name: ServeReplica\nThe actor died because its node has died."
+)
+
 
 def says(patch: pytest.MonkeyPatch, **deployments: Any) -> None:
     found = SimpleNamespace(deployments=deployments)
@@ -66,6 +72,8 @@ def test_without_an_application_nothing_is_known(monkeypatch: pytest.MonkeyPatch
             ("no replica can start: OSError: no such model", True),
         ),
         (deployment("gave\nup", "DEPLOY_FAILED"), ("no replica can start: gave up", True)),
+        # It raised nothing: the node on which it started was lost.
+        (deployment(LOST, STARTING=1), ("", False)),
     ],
 )
 def test_why_no_replica_starts_is_what_one_has_raised(

@@ -39,7 +39,7 @@ pytestmark = pytest.mark.ray
 STREAMS = 24
 TOKENS = 220
 SILENCE_S_MAX = 120.0
-"""4 s on a busy machine, and 11 s for the pool's node: Ray believes in it for 5 s, and the actor
+"""4 s, and 7 to 11 s for the pool's node: Ray believes in it for 5 s, and the actor
 starts anew."""
 PORTS = {"grpc_port": free_port(), "http_port": free_port()}
 
