@@ -45,12 +45,12 @@ def served(
     return summary.tokens_per_s, preempted, [engine.outputs[each.id].tokens for each in requests]
 
 
-def picture(rows: list[list[Any]]) -> str:
-    """Of the table's rows, as SVG text. Raises ImportError without matplotlib."""
+def picture(shares: list[float], rows: list[list[Any]]) -> str:
+    """Of the table's rows, a share each, as SVG text. Raises ImportError without matplotlib."""
     titles = ("Without drafts", "With drafts", "With drafts over without")
     plots = [
         line(
-            [(float(row[0].rstrip(" %")), row[column]) for row in reversed(rows)],
+            sorted((100 * share, row[column]) for share, row in zip(shares, rows, strict=True)),
             title,
             "KV memory, % of what the load takes without a limit",
             "tokens/s, ratio" if column == 3 else "tokens/s over those at 100 %",
@@ -135,7 +135,7 @@ def main() -> None:
         for share in args.shares
     ]
     if args.plot is not None:
-        args.plot.write_text(picture(rows), encoding="utf-8")
+        args.plot.write_text(picture(args.shares, rows), encoding="utf-8")
     header = ("KV", "without drafts", "with drafts", "with over without", "preempted", "with")
     print(table(header, rows))
     print(f"outputs identical: {'yes' if same else 'NO'}")

@@ -118,6 +118,11 @@ def can_prepack(device: torch.device, dtype: torch.dtype) -> bool:
 _ALIGNED_BYTES = 64
 
 
+def aligned(x: torch.Tensor) -> torch.Tensor:
+    """Libraries choose kernels by where a tensor begins, too."""
+    return x.clone() if x.data_ptr() % _ALIGNED_BYTES else x
+
+
 def in_tiles(
     function: Callable[[torch.Tensor], torch.Tensor],
     tile: int,
@@ -126,10 +131,7 @@ def in_tiles(
     """Apply a row-wise function to tiles of exactly `tile` rows, the last one padded with zeros."""
     flat = x.reshape(-1, x.shape[-1])
     rows = flat.shape[0]
-    if rows % tile:
-        flat = pad(flat, (0, 0, 0, -rows % tile))
-    elif flat.data_ptr() % _ALIGNED_BYTES:
-        flat = flat.clone()  # libraries choose kernels by alignment, too
+    flat = pad(flat, (0, 0, 0, -rows % tile)) if rows % tile else aligned(flat)
     if flat.shape[0] == tile:
         out = function(flat)
     else:

@@ -18,7 +18,16 @@ from torch import nn
 from torch.nn.functional import linear, pad
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from replicas.invariant import TILE, VECTOR, Arithmetic, Product, RowFunction, in_tiles, same_counts
+from replicas.invariant import (
+    TILE,
+    VECTOR,
+    Arithmetic,
+    Product,
+    RowFunction,
+    aligned,
+    in_tiles,
+    same_counts,
+)
 from replicas.models.own_code.current_pass import PASS
 
 EXPERTS = "lockstep_experts"
@@ -151,7 +160,8 @@ def _chosen_experts(
         out = []
         for number, part, more in zip(numbers, torch.split(x, counts), padding, strict=True):
             function = functions[number]
-            out.append(function(pad(part, (0, 0, 0, more)))[:-more] if more else function(part))
+            whole = pad(part, (0, 0, 0, more)) if more else aligned(part)
+            out.append(function(whole)[: len(part)])
         return torch.cat(out)
 
     def rowwise(function: RowFunction, x: torch.Tensor) -> torch.Tensor:
