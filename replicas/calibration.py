@@ -86,7 +86,7 @@ def calibrated(
         return spec
     warning = f"only {share:.1%} of first draft tokens right at load: the wrong weights or layers?"
     _log.warning("%s: %s", spec.draft, warning)
-    return replace(spec, drafter=f"{spec.drafter}, {warning}")
+    return replace(spec, drafter=f"{spec.drafter}; {warning}")
 
 
 def first_right(replica: Trial, rows: int) -> float | None:

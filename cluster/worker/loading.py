@@ -18,7 +18,7 @@ def stage(text: str) -> None:
 def up(drafter: str) -> None:
     """Says that the replica is up, and before it what was found wrong with its drafter: what
     `ReplicaSpec.drafter` says behind the method."""
-    _, _, wrong = drafter.partition(", ")
+    _, _, wrong = drafter.partition("; ")
     if wrong:
         stage(f"drafts badly, {wrong} It serves all the same.")
     stage("is up")

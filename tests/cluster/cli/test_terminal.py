@@ -29,13 +29,15 @@ def test_each_change_of_a_replicas_stage_is_a_line(
     terminal.take(logged(7, "lockstep.start loads demo"))
     terminal.take(logged(9, "lockstep.start is up", ip="192.0.2.2"))
     with caplog.at_level("INFO", "lockstep.start"):
-        up("eagle3, 1 % right.")
+        up("suffix, eagle3")
+        up("suffix, eagle3; 1 % right.")
     terminal.take(logged(7, *(f"{record.name} {record.message}" for record in caplog.records)))
     start, logs, *stages = capsys.readouterr().err.splitlines()
     assert (start, "session_latest/logs" in logs) == ("Ray and Serve start ...", True)
     assert stages == [
         "replica 1 (pid 7, ip 192.0.2.1) loads demo",
         "replica 2 (pid 9, ip 192.0.2.2) is up",
+        "replica 1 (pid 7, ip 192.0.2.1) is up",
         "replica 1 (pid 7, ip 192.0.2.1) drafts badly, 1 % right. It serves all the same.",
         "replica 1 (pid 7, ip 192.0.2.1) is up",
     ]
