@@ -61,8 +61,7 @@ def settings(tmp_path: Path) -> JobSettings:
 def test_an_interrupted_run_ends_with_the_head_of_an_undisturbed_one(
     settings: JobSettings, target: str, method: str
 ) -> None:
-    draft_vocab = settings.draft_vocab if METHODS[method].prunes else None
-    settings = replace(settings, method=method, draft_vocab=draft_vocab)
+    settings = replace(settings, method=method)
     with pytest.raises(KeyboardInterrupt):
         job(settings, target, Interrupting(at=5)).run()
     with pytest.raises(TrainingRefused, match=r"^out: .*--resume"):
@@ -100,8 +99,6 @@ def test_what_cannot_be_trained_is_refused(
 ) -> None:
     with pytest.raises(TrainingRefused, match=r"^draft_vocab: 9000, and the target has 64 tokens"):
         job(replace(settings, draft_vocab=9000), target).run()
-    with pytest.raises(TrainingRefused, match=r"^draft_vocab: a Clover-2 head drafts all of the"):
-        job(replace(settings, method="clover"), target).run()
     with pytest.raises(TrainingRefused, match=r"^cache_gib: 1e-07 GiB"):
         job(replace(settings, cache_gib=1e-7), target).run()
     with pytest.raises(TrainingRefused, match=r"^resume: .* has no run"):

@@ -40,7 +40,9 @@ def drawn(folder: Path, count: int = 60) -> ConversationFolder:
     return made
 
 
-def training(root: Path, settings: TrainSettings = SETTINGS, method: str = "eagle3") -> Training:
+def training(
+    root: Path, settings: TrainSettings = SETTINGS, method: str = "eagle3", vocab: int = 61
+) -> Training:
     target, kind = copy.deepcopy(target_model("llama")), METHODS[method]
     layers = kind.aux_layers(target.config.num_hidden_layers)
     folder = ConversationFolder(root / "ids")
@@ -51,7 +53,6 @@ def training(root: Path, settings: TrainSettings = SETTINGS, method: str = "eagl
     for _ in features.fill(folder, target, layers):
         pass
     items, _ = divided(folder)
-    vocab = 61 if kind.prunes else VOCAB
     start = Start.of(kind, target, vocab, 48, folder, features, items, 0)
     head = start.head(target.config)
     return Training(head, features, items, replace(settings, unroll=kind.unroll))
