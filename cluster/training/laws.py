@@ -2,7 +2,8 @@
 measured after several token counts, and log-linear fits through them (arXiv 2505.07858).
 
 The token counts of a capacity are points of one run at a constant rate, from each of which a short
-fall of the rate begins. What was measured lies in `laws.json`; a run that goes on skips it.
+fall of the rate begins. What was measured lies in `laws.json`, and a run that goes on skips it;
+`laws.svg` is its picture.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from time import monotonic
+from typing import Any
 
+from cluster.bench.plots import MARK, Plot, line, to_svg
 from cluster.training.job import MANY, Job
 from cluster.training.report import expected, latency_table
 from replicas.training import DRAFT_LEN, FeatureFolder, Fit, Item, Point, Training, fit
@@ -97,7 +100,34 @@ def measure_laws(job: Job, minutes: float) -> Laws:
     points = [Point(**each) for name, each in found.items() if " " in name]
     laws = laws_of(points, [(rows, gain) for rows, gain in found["gains"]], spec)
     _write(file, {**found, "said": laws.said, "r2": [laws.by_tokens.r2, laws.by_parameters.r2]})
+    try:
+        file.with_suffix(".svg").write_text(picture(laws), encoding="utf-8")
+    except ImportError as error:
+        job.say(str(error))
     return laws
+
+
+def picture(laws: Laws) -> str:
+    """As SVG. Raises ImportError without matplotlib."""
+    return to_svg([[_by_tokens(laws), line(laws.gains, "Over no drafts", "batch", "times")]])
+
+
+def _by_tokens(laws: Laws) -> Plot:
+    def draw(axes: Any) -> None:
+        capacities = sorted({point.parameters for point in laws.points})
+        for parameters, style in zip(capacities, (":", "--", "-"), strict=False):
+            of = sorted(
+                (point.tokens, point.accepted)
+                for point in laws.points
+                if point.parameters == parameters
+            )
+            label = f"{parameters / 1e6:.1f} M parameters"
+            axes.plot(*zip(*of, strict=True), color=MARK, linestyle=style, marker=".", label=label)
+        axes.set(title="Accepted per step", xlabel="tokens guessed at", ylabel="draft tokens")
+        axes.set_xscale("log", base=2)
+        axes.legend(frameon=False)
+
+    return draw
 
 
 def laws_of(

@@ -55,6 +55,10 @@ def test_each_capacity_is_measured_after_each_token_count_once(tmp_path: Path) -
     assert len(laws.points) == len(CAPACITIES) * len(SHARES)
     assert len({point.parameters for point in laws.points}) == len(CAPACITIES)
     assert len({point.tokens for point in laws.points}) == len(SHARES)
+    drawn = (out / "laws.svg").read_text()
+    assert all(
+        f"{size / 1e6:.1f} M parameters" in drawn for size in {p.parameters for p in laws.points}
+    )
     said = [line for line in lines if line.startswith("width")]
     again = measure_laws(job(replace(settings, resume=True)), 0.01)
     assert again.points == laws.points
