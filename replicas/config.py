@@ -180,7 +180,7 @@ class ReplicaConfig(BaseModel):
     calibrate: bool = Field(
         True,
         description="After loading, time a few steps and prefills, by which the pool chooses draft"
-        " lengths and chunks, and warn if an EAGLE-3 head is hardly ever right in short texts."
+        " lengths and chunks, and warn if a head that reads hidden states is hardly ever right."
         " Without it the first requests provide the times.",
     )
     torch_threads: int | None = Field(

@@ -57,7 +57,7 @@ class SchedulerConfig(BaseModel):
         le=1000,
         description="Maximum wait of a resident between two steps, in rounds (batches that hold"
         " all residents once). Larger values give batches of more similar lengths. 1: residents"
-        " step in order of arrival.",
+        " step in the order in which they became ready.",
     )
     prefill_rows_max: int = Field(
         default=8,

@@ -1,5 +1,6 @@
 """Proves: every link between our pages leads to a file and a heading that are there, and every file
-that a page names by its whole path exists. Files and folders are as small as CONTRIBUTING says."""
+that a page names by its whole path exists. CONTRIBUTING's map names every part of the floors and
+every folder of tests. Files and folders are as small as it says."""
 
 from __future__ import annotations
 
@@ -36,6 +37,18 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_files_named_by_their_whole_path_exist(page: Path) -> None:
     named = re.findall(rf"`((?:{FOLDERS})/[\w./-]+)`", page.read_text())
     assert [path for path in named if not (ROOT / path).exists()] == []
+
+
+def test_the_map_names_every_part() -> None:
+    named = re.findall(r"`([\w./]+)`", (ROOT / "CONTRIBUTING.md").read_text())
+    for floor in ("scheduler", "replicas", "cluster", "tests"):
+        prefix = "tests/" if floor == "tests" else ""
+        modules = [] if floor == "tests" else (ROOT / floor).glob("[!_]*.py")
+        folders = (path.parent for path in (ROOT / floor).glob("*/__init__.py"))
+        parts = {prefix + path.name for path in modules}
+        parts |= {f"{prefix}{path.name}" + ("" if prefix else "/") for path in folders}
+        assert len(parts) > 10
+        assert parts - set(named) == set(), floor
 
 
 def test_files_and_folders_are_small() -> None:

@@ -36,8 +36,8 @@ FIT_EVERY = 16
 def bucket(tokens: int) -> int:
     """The bucket of so many tokens: exact up to 16, then eight per octave.
 
-    Hardware computes whole tiles of tokens, and the buckets' ends (16, 32, 40, 48, ...) are those
-    of tiles: so a table shows the steps in which times rise.
+    Hardware computes whole tiles of tokens. Each end of a tile (16, 32, 40, 48, ...) is the end of
+    a bucket, so a table shows the steps in which times rise.
     """
     below = max(tokens - 1, 0)
     octave = max(below.bit_length() - 4, 0)
