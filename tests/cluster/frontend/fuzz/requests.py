@@ -9,33 +9,26 @@ Over gRPC of all fields and any values, which are mostly broken, and well-formed
 
 from __future__ import annotations
 
+import copy
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import hypothesis
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from hypothesis import HealthCheck, Phase, given, settings, strategies as st
 
-from cluster.frontend.http_api.bodies import (
-    ChatRequest,
-    CompletionRequest,
-    Detokenize,
-    Tokenize,
-    taken,
-)
+from cluster.frontend.http_api.bodies import ChatRequest, Known, taken
+from cluster.frontend.http_api.bodies.messages import CountTokens, MessagesRequest
+from cluster.frontend.http_api.bodies.openapi import BODIES
+from cluster.frontend.http_api.bodies.responses import ResponsesRequest
 from protos import lockstep_pb2 as pb
 from scheduler.errors import InvalidRequest
 
 T = TypeVar("T")
 Values = st.SearchStrategy[Any]
-Kind = type[CompletionRequest | ChatRequest | Tokenize | Detokenize]
-KINDS: Mapping[Kind, str] = {
-    CompletionRequest: "/v1/completions",
-    ChatRequest: "/v1/chat/completions",
-    Tokenize: "/tokenize",
-    Detokenize: "/detokenize",
-}
+Kind = type[Known]
+KINDS: Mapping[Kind, str] = {kind: path for path, (kind, _) in BODIES.items()}
 """The path of each."""
 
 
@@ -91,7 +84,12 @@ TEXT = st.text(min_size=1, max_size=12)
 IDS = st.lists(st.integers(2, 250), min_size=1, max_size=8)
 STRUCTURES = ["[a-c]{1,4}", "yes|no"]
 SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
-TOOL = {"type": "function", "function": {"name": "look", "parameters": SCHEMA}}
+TOOL: dict[str, Any] = {"type": "function", "function": {"name": "look", "parameters": SCHEMA}}
+
+
+def _without_names(turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{name: turn[name] for name in ("role", "content")} for turn in turns]
+
 
 RANGES: dict[str, Values] = {
     "model": st.just("tiny"),
@@ -173,10 +171,40 @@ RANGES |= {
 RANGES |= dict.fromkeys(("user", "cache_salt"), TEXT)
 RANGES |= {"stream_options": st.fixed_dictionaries({}, optional={"include_usage": st.booleans()})}
 """Sound values of each field of each request."""
+RANGES |= {
+    "input": TEXT | RANGES["messages"].map(_without_names),
+    "instructions": TEXT,
+    "system": TEXT,
+    "previous_response_id": st.none(),
+    "background": st.just(False),
+    "max_output_tokens": st.integers(1, 8),
+    "include": st.just(["message.output_text.logprobs"]),
+    "text": st.sampled_from([{"format": {"type": "text"}}, {"format": {"type": "json_object"}}]),
+    "reasoning": st.just({"effort": "low"}),
+    "metadata": st.just({"a": "b"}),
+    "stop_sequences": st.lists(TEXT, max_size=4),
+    "thinking": st.just({"type": "disabled"}),
+    "output_config": st.just({"effort": "low"}),
+}
+RANGES |= dict.fromkeys(("store", "enable_response_messages"), st.booleans())
+_OF_MESSAGES: Mapping[str, Values] = {
+    "messages": RANGES["messages"].map(_without_names),
+    "tools": st.just([{"name": "look", "input_schema": SCHEMA}]),
+    "tool_choice": st.sampled_from([{"type": "none"}, {"type": "auto"}]),
+}
+OWN: Mapping[Kind, Mapping[str, Values]] = {
+    ChatRequest: {"logprobs": st.booleans()},
+    ResponsesRequest: {
+        "tools": st.just([{"type": "function"} | TOOL["function"]]),
+    },
+    MessagesRequest: _OF_MESSAGES,
+    CountTokens: _OF_MESSAGES,
+}
+"""Of fields that are another thing elsewhere."""
 
 
 BOUND_BY = ("tools", "functions", "response_format", "structured_outputs")
-BOUND_BY += ("json_schema", "regex", "ebnf", "guided_json_object")
+BOUND_BY += ("text", "json_schema", "regex", "ebnf", "guided_json_object")
 BOUND_BY += ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 """Each says what the text must be."""
 NOT_WITH_A_STRUCTURE = ("ignore_eos", "committed_token_ids", "min_tokens", "bad_words")
@@ -185,9 +213,7 @@ NOT_WITH_A_STRUCTURE += ("allowed_token_ids",)
 
 def requests_of(kind: Kind) -> Values:
     """Fields of one request, each sound by itself."""
-    fields = {name: RANGES[name] for name in kind.model_fields}
-    if kind is ChatRequest:
-        fields["logprobs"] = st.booleans()
+    fields = {name: RANGES[name] for name in kind.model_fields} | OWN.get(kind, {})
     needed = {name for name, field in kind.model_fields.items() if field.is_required()}
     others = sorted(fields.keys() - needed)
     return st.sets(st.sampled_from(others), max_size=8).flatmap(
@@ -227,13 +253,34 @@ def well_formed(kind: Kind) -> Values:
     return requests_of(kind).map(short).filter(sound)
 
 
+def _places(value: Any) -> Iterator[tuple[str | int, ...]]:
+    """The way to each value inside this one."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value)
+    for name, each in inner:
+        yield (name,)
+        if isinstance(each, dict | list):
+            yield from ((name, *rest) for rest in _places(each))
+
+
+def _with(fields: dict[str, Any], place: Sequence[str | int], value: Any) -> dict[str, Any]:
+    """A copy with this value there."""
+    found = copy.deepcopy(fields)
+    inner: Any = found
+    for name in place[:-1]:
+        inner = inner[name]
+    inner[place[-1]] = value
+    return found
+
+
 def _broken(fields: dict[str, Any], every: Sequence[str]) -> Values:
     """As JSON text, or a part of it. `every`: names of all fields."""
     names = sorted(fields) or every
+    places = list(_places(fields)) or [(names[0],)]
     ways: list[Values] = [
         st.builds(lambda name, value: fields | {name: value}, st.sampled_from(names), ANY_JSON),
         st.builds(lambda name, value: fields | {name: value}, st.sampled_from(every), EDGES),
         st.builds(lambda name, value: fields | {name: value}, ANY_TEXT, ANY_JSON),
+        st.builds(_with, st.just(fields), st.sampled_from(places), ANY_TEXT | ANY_JSON | EDGES),
         st.sampled_from(names).map(
             lambda left: {name: value for name, value in fields.items() if name != left}
         ),
