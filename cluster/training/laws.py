@@ -18,6 +18,7 @@ from typing import Any
 from cluster.bench.plots import MARK, Plot, line, to_svg
 from cluster.training.job import MANY, Job
 from cluster.training.report import expected, latency_table
+from replicas.errors import TrainingRefused
 from replicas.training import DRAFT_LEN, FeatureFolder, Fit, Item, Point, Training, fit
 from scheduler.messages import ReplicaSpec
 
@@ -45,15 +46,20 @@ class Laws:
 def measure_laws(job: Job, minutes: float) -> Laws:
     """`minutes`: of training, all capacities together. Raises what `Job.run` raises, and ValueError
     for points that tell nothing."""
+    out, found = job.settings.out, {}
+    file = out / "laws.json"
+    if job.settings.resume:
+        if not out.is_dir():
+            raise TrainingRefused(f"resume: {out} has no run to go on with")
+        if file.is_file():
+            found = json.loads(file.read_text(encoding="utf-8"))
+    elif file.exists() or any(out.glob("laws-*.pt")):
+        raise TrainingRefused(f"out: {out} has a run; --resume goes on with it")
     job.check()
+    out.mkdir(parents=True, exist_ok=True)
     folder, _, _ = job.conversations()
     features = job.features(folder)
     train, held_out = job.divided(folder)
-    out, found = job.settings.out, {}
-    out.mkdir(parents=True, exist_ok=True)
-    file = out / "laws.json"
-    if job.settings.resume and file.is_file():
-        found = json.loads(file.read_text(encoding="utf-8"))
     inner = job.inner
     widths = [max(8, round(share * inner) // 8 * 8) for share in CAPACITIES]
     spec: ReplicaSpec | None = None
@@ -74,10 +80,16 @@ def measure_laws(job: Job, minutes: float) -> Laws:
             name = f"{width} {share}"
             if name in found:
                 continue
-            while training.progress.step < until:
-                training.step()
-                job.note(f"width {width} (steps)", training.progress.step, steps)
-            training.save(last)
+            saved = monotonic()
+            try:
+                while training.progress.step < until:
+                    training.step()
+                    job.note(f"width {width} (steps)", training.progress.step, steps)
+                    if monotonic() - saved >= 60 * job.settings.checkpoint_minutes:
+                        training.save(last)
+                        saved = monotonic()
+            finally:
+                training.save(last)
             fallen = max(2, round(FALL * until))
             whole = until + fallen
             falling = Training(

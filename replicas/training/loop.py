@@ -7,20 +7,26 @@ added, so a step is the same as that of one process with the whole batch.
 from __future__ import annotations
 
 import contextlib
+import io
 import math
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from replicas.errors import TrainingRefused
 from replicas.training.batches import Item, batch_of, epoch_batches
 from replicas.training.features import FeatureFolder
 from replicas.training.methods import Batch, TrainableHead, Unrolled
+
+_BROKEN = (*(OSError, RuntimeError, ValueError, KeyError, TypeError, EOFError), UnpicklingError)
+"""What torch raises for the content of a file that is no checkpoint of this head."""
 
 
 @dataclass(frozen=True)
@@ -216,13 +222,21 @@ class Training:
         part.rename(path)
 
     def load(self, path: Path) -> list[dict[str, Any]]:
-        """Go on from a file of `save`; the history in it."""
-        state = torch.load(path, weights_only=True, map_location="cpu")
-        self.head.load_state_dict(state["head"])
-        self._optimizer.load_state_dict(state["optimizer"])
-        self.progress = Progress(**state["progress"])
+        """Go on from a file of `save`; the history in it. Raises OSError where there is none, and
+        TrainingRefused for one that does not fit."""
+        with path.open("rb") as file:
+            content = io.BytesIO(file.read())
+        try:
+            state = torch.load(content, weights_only=True, map_location="cpu")
+            self.head.load_state_dict(state["head"])
+            self._optimizer.load_state_dict(state["optimizer"])
+            self.progress = Progress(**state["progress"])
+            history = list(state["history"])
+        except _BROKEN as error:
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise TrainingRefused(f"resume: {path} does not fit this run: {reason}") from error
         if self.progress.items != len(self._items):  # other data: its first epoch
             self.progress.items = len(self._items)
             self.progress.epoch, self.progress.batch = self.progress.epoch + 1, 0
         self._batches = self._drawn()
-        return list(state["history"])
+        return history

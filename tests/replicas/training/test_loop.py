@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from replicas.errors import TrainingRefused
 from replicas.training.batches import divided, epoch_batches
 from replicas.training.conversations import Conversation, ConversationFolder, DrawCounts
 from replicas.training.features import FeatureFolder
@@ -56,6 +57,17 @@ def training(
     start = Start.of(kind, target, vocab, 48, folder, features, items, 0)
     head = start.head(target.config)
     return Training(head, features, items, replace(settings, unroll=kind.unroll))
+
+
+def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint"
+    training(tmp_path, method="clover").save(path)
+    with pytest.raises(TrainingRefused, match=r"^resume: .*checkpoint does not fit this run: "):
+        training(tmp_path).load(path)
+    for broken in (b"", b"no checkpoint", path.read_bytes()[:5000]):
+        path.write_bytes(broken)
+        with pytest.raises(TrainingRefused, match=r"^resume: .*checkpoint does not fit this run: "):
+            training(tmp_path).load(path)
 
 
 @pytest.mark.parametrize("method", METHODS)
