@@ -44,7 +44,9 @@ def test_pods_have_room_for_the_replicas(rendered: Rendered) -> None:
     per_pod = gpus / config.replica.tensor_parallel
     assert per_pod == int(per_pod) >= 1
     assert workers.spec["minReplicas"] * per_pod == config.replicas_min
-    assert workers.spec["maxReplicas"] * per_pod == config.replicas_max
+    # A change of the application starts one replica beside the old ones.
+    surging = int(config.actors.surge is True)
+    assert (workers.spec["maxReplicas"] - surging) * per_pod == config.replicas_max
     # Serve moves the number of replicas, and the autoscaler that of pods: both or neither.
     cluster = service["spec"]["rayClusterConfig"]
     assert cluster.get("enableInTreeAutoscaling", False) is (config.autoscaling is not None)
