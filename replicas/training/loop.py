@@ -79,7 +79,7 @@ class Progress:
     tokens: int = 0
     """Tokens that were guessed at, those of repeated epochs too."""
     seconds: float = 0.0
-    """That steps have taken."""
+    """That updates have taken."""
     items: int = 0
     """Conversations that the epoch was drawn from."""
 
@@ -89,9 +89,9 @@ class Scores:
     """Means over the slots of some conversations, on the target's own text."""
 
     loss: float
-    """Of the first step, nats."""
+    """At draft position 0, in nats."""
     right: tuple[float, ...]
-    """Share of draft tokens of each step that are the target's likeliest."""
+    """By draft position: share of draft tokens that are the target's likeliest."""
     accepted: float
     """Draft tokens that are right before the first wrong one, of `unroll`."""
 
@@ -208,8 +208,8 @@ class Training:
         return torch.autocast(self._device.type, torch.bfloat16, enabled=self.settings.bfloat16)
 
     def save(self, path: Path, history: Sequence[dict[str, Any]] = ()) -> None:
-        """Write all that the next step depends on, and what was seen on the way; the file is there
-        whole or not at all. Raises OSError."""
+        """Write all that the next update depends on, and what was seen on the way; the file is
+        there whole or not at all. Raises OSError."""
         part = path.with_suffix(".part")
         state = {
             "progress": asdict(self.progress),
