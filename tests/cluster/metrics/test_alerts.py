@@ -17,6 +17,7 @@ from cluster.metrics import METRICS
 ROOT = Path(__file__).parents[3]
 RULES = ROOT / "deploy" / "prometheus" / "lockstep.yaml"
 RAYS_OWN = "serve_health_check_failures_total"
+APPLICATION = 'application="lockstep",deployment="replica",'
 
 needs_promtool = pytest.mark.skipif(
     shutil.which("promtool") is None, reason="promtool (of Prometheus) is not installed"
@@ -72,7 +73,7 @@ HEALTHY = {
     'lockstep_request_seconds_count{status="OK"}': "0+100x120",
     'lockstep_request_seconds_count{status="INTERNAL"}': "0x120",
     'lockstep_calls_refused_total{status="RESOURCE_EXHAUSTED"}': "0x120",
-    "lockstep_audit_mismatches_total": "0x120",
+    **{f'{RAYS_OWN}{{{APPLICATION}replica="old{each}"}}': "1x120" for each in range(9)},
 }
 """By the metric's name: a value every 30 s."""
 
@@ -86,8 +87,12 @@ WRONG = {
         "lockstep_kv_blocks_free": "2x120",
         "lockstep_sequences_preempted_total": "0+3x120",
     },
-    "LockstepRestarts": {f'{RAYS_OWN}{{application="lockstep",deployment="replica"}}': "0+1x120"},
-    "LockstepAuditMismatch": {"lockstep_audit_mismatches_total": "0x40 1x79"},
+    # Ray exports a counter from its first count on; a replica's end with the replica.
+    "LockstepRestarts": {
+        f'{RAYS_OWN}{{{APPLICATION}replica="r{each}"}}': f"_x{35 + 4 * each} 1x80"
+        for each in range(5)
+    },
+    "LockstepAuditMismatch": {"lockstep_audit_mismatches_total": "_x40 1x80"},
 }
 
 
