@@ -43,7 +43,7 @@ MIXES: dict[str, tuple[float, ...]] = {
     "0.87": (0.87,),
     "half 0.92, half 0.2": (0.92, 0.2),
 }
-"""Acceptance of the requests, in turns."""
+"""Acceptance rates of the requests, in turns."""
 PROMPT = (16, 256)
 NEW_TOKENS = 128
 TIMES = LinearTimes(DRAFT, VERIFY, PREFILL, REST_S)

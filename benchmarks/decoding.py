@@ -3,7 +3,8 @@
     python -m benchmarks.decoding --target DIR --questions spec_bench.jsonl --json out.json
 
 All ways answer the same questions side by side on one replica, at a fixed number of draft tokens by
-an oracle of acceptance 0.7. The time is the replica's own per step, over that of the plain way.
+an oracle with acceptance rate 0.7. The time is the replica's own per step, over that of the plain
+way.
 """
 
 from __future__ import annotations

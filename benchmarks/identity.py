@@ -3,11 +3,11 @@
     python -m benchmarks.identity --target DIR --questions spec_bench.jsonl --json out.json
 
 Questions are asked with the target's chat template. Greedy outputs are compared with transformers'
-`generate` at batch 1, run now; sampled ones, and JSON by a schema, with plain decoding at batch 1.
-Drafters: none, suffix, an oracle of acceptance 0.7 with ragged drafts, and an EAGLE-3 checkpoint,
-alone and behind suffix decoding; without --head one of random weights, which lies beside the file.
-No time counts, so it may run beside other work; a row that is in the file already is not run again,
-and the file is refused where it has other settings.
+`generate` at batch 1, run now; sampled ones, and JSON by a schema, without a drafter at batch 1.
+Drafters: none, suffix, an oracle with acceptance rate 0.7 and ragged drafts, and an EAGLE-3
+checkpoint, alone and with suffix decoding; without --head one of random weights, which lies
+beside the file. No time counts, so it may run beside other work; a row that is in the file already
+is not run again, and the file is refused where it has other settings.
 """
 
 from __future__ import annotations

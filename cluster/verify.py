@@ -1,4 +1,4 @@
-"""Compare Lockstep's output with plain decoding, token for token, in one process.
+"""Compare Lockstep's output with the target alone, token for token, in one process.
 
 Greedy output is compared with transformers' own `generate` of the target alone at batch 1, sampled
 output with this engine at batch 1 without speculation. Needs no Ray.

@@ -76,7 +76,7 @@ class Answer:
 
 
 def run_demo(config: ClusterConfig, max_new_tokens: int, verbose: bool = False) -> int:
-    """Returns the exit status: 0 when every output equals plain decoding."""
+    """Returns the exit status: 0 when every output equals that of the target alone."""
     terminal = Terminal(verbose, stderr=False)
     from cluster import run
 

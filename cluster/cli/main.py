@@ -130,7 +130,7 @@ def verify(
     ],
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first N prompts.")] = None,
 ) -> None:
-    """Compare every token with plain decoding of the target; exit status 1 if any differs.
+    """Compare every token with those of the target alone; exit status 1 if any differs.
 
     Each prompt gets 128 new tokens, unless --max-new-tokens is given.
     """
@@ -221,7 +221,7 @@ def demo(
     http_port: Annotated[int | None, typer.Option(help=help_of(ServerConfig, "http_port"))] = None,
     verbose: Verbose = False,
 ) -> None:
-    """Start a cluster, stream eight answers, compare them with plain decoding, stop everything."""
+    """Start a cluster, stream eight answers, compare them with the target alone, then stop all."""
     from cluster.cli.demo import run_demo
 
     ports = {"server.grpc_port": grpc_port, "server.http_port": http_port}

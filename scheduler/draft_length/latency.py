@@ -219,6 +219,8 @@ class LatencyTable:
         self.prefill.observe(tokens, before, seconds / self.slowdown, self._seen)
 
     def step_s(self, rows: int, draft_len: int, kv: int) -> float:
+        """Expected seconds now of a step of so many rows, with `draft_len` draft passes, that reads
+        `kv` KV positions in all; 0 while nothing was seen."""
         tokens = rows * (draft_len + 1)
         return self.slowdown * (self.step(tokens, kv) + draft_len * self.draft(rows, kv))
 

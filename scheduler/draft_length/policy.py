@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from scheduler.config import PREFILL_TOKENS_LEAST, SchedulerConfig
-from scheduler.draft_length.acceptance import Acceptance, goodputs, likelihoods
+from scheduler.draft_length.acceptance import AcceptanceRates, goodputs, likelihoods
 from scheduler.draft_length.latency import LatencyTable
 from scheduler.messages import Batch, BatchKind, ReplicaSpec, StepResult, StepRow
 from scheduler.state import Answer, Sequence, computed
@@ -109,7 +109,7 @@ class DraftPolicy:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._config = config
-        self._acceptance = Acceptance()
+        self._acceptance = AcceptanceRates()
         self._replicas: dict[str, _Known] = {}
 
     def joined(self, replica_id: str, spec: ReplicaSpec) -> None:

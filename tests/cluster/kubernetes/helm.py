@@ -26,8 +26,8 @@ KUBERAY = DEPLOY / "kuberay.yaml"
 
 HEADER = """\
 # Lockstep on Kubernetes by the KubeRay operator (docs/deploy.md). Do not edit: this is what the
-# chart deploy/helm/lockstep renders with its values as they are, for those who use no Helm.
-# `helm template lockstep deploy/helm/lockstep` writes it, with `-f` or `--set` for other values.
+# chart deploy/helm/lockstep renders with its own values, to read and to compare. With yours:
+# `helm template lockstep deploy/helm/lockstep -f my-values.yaml | kubectl apply -f -`.
 """
 
 

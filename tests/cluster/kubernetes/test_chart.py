@@ -107,7 +107,7 @@ def test_the_schema_names_every_value_and_no_other() -> None:
     def keys(schema: dict[str, Any], given: Any, at: str) -> None:
         named = schema.get("properties")
         if at == "values.settings":
-            assert named.keys() == ClusterConfig.model_fields.keys()
+            assert schema["properties"].keys() == ClusterConfig.model_fields.keys()
         elif named is not None:
             assert given.keys() == named.keys() - {"global"}, at
             for key, value in given.items():

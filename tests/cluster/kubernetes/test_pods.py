@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from tests.cluster.kubernetes.helm import documents, overlaid, render, values
-from tests.cluster.kubernetes.operator_rules import groups, needs_kubernetes_api
+from tests.cluster.kubernetes.operator_rules import groups, needs_kubernetes_api, pod_labels
 from tests.cluster.kubernetes.rendered import (
     CASES,
     Rendered,
@@ -145,6 +145,17 @@ def closed(security: dict[str, Any], name: str) -> None:
     assert security["allowPrivilegeEscalation"] is False, name
     assert security["readOnlyRootFilesystem"] is True, name
     assert security["capabilities"] == {"drop": ["ALL"]}, name
+
+
+def test_workers_are_on_nodes_of_their_own_where_there_are_enough(rendered: Rendered) -> None:
+    service = ray_service(rendered)
+    head, workers = groups(service)
+    (spread,) = workers.pod["topologySpreadConstraints"]
+    assert spread["topologyKey"] == "kubernetes.io/hostname"
+    assert spread["whenUnsatisfiable"] == "ScheduleAnyway"
+    counted = spread["labelSelector"]["matchLabels"].items()
+    assert counted <= pod_labels(service, workers).items()
+    assert not counted <= pod_labels(service, head).items()
 
 
 def test_a_digest_pins_the_image_of_every_container() -> None:

@@ -3,13 +3,15 @@ once, over what the chart computes, and the settings accept it."""
 
 from __future__ import annotations
 
+import json
+import re
 from typing import Any
 
 import pytest
 import yaml
 
 from cluster.config import ClusterConfig
-from tests.cluster.kubernetes.helm import RenderError, documents, overlaid, render, values
+from tests.cluster.kubernetes.helm import DEPLOY, RenderError, documents, overlaid, render, values
 from tests.cluster.kubernetes.rendered import config_of, ray_service
 
 GIVEN: dict[str, Any] = {
@@ -82,3 +84,31 @@ def test_serves_own_logs_have_a_value() -> None:
     given = {"serveLogging": {"encoding": "JSON"}}
     logging = serve_config(given)["logging_config"]
     assert logging == {"enable_access_log": False, "encoding": "JSON"}
+
+
+def test_the_pages_name_values_and_settings_that_exist() -> None:
+    given = values()
+    settings = ClusterConfig.model_json_schema()
+    names = "|".join(given)
+    named = {
+        path
+        for page in ("deploy.md", "operate.md", "elasticity.md", "dashboard.md")
+        for path in re.findall(
+            rf"`((?:{names})\.[\w.]+)", (DEPLOY.parent / "docs" / page).read_text()
+        )
+    }
+    assert len(named) > 10
+    for path in named:
+        section, *keys = path.split(".")
+        if section != "settings":
+            at = given[section]
+            for key in keys:
+                assert key in at, path
+                at = at[key]
+            continue
+        properties = settings["properties"]
+        for key in keys:
+            assert key in properties, path
+            text = json.dumps(properties[key])
+            (inner,) = re.findall(r"#/\$defs/(\w+)", text) or [None]
+            properties = settings["$defs"][inner]["properties"] if inner else {}
