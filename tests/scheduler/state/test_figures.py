@@ -4,13 +4,18 @@ and that it keeps nothing of what has gone."""
 from __future__ import annotations
 
 import gc
+from dataclasses import asdict
 from types import FunctionType, ModuleType
 
 import pytest
 
-from scheduler.messages import BatchKind, Finish, RowResult, StepDone, StepResult, StepTimes
+from scheduler.messages import BatchKind, Finish, RowResult, StepDone, StepResult, StepTimes, Usage
 from scheduler.state.pool import RATE_S, RateMeter
 from tests.scheduler.hand import Hand, of_kind
+
+
+def test_the_usage_of_a_request_that_no_replica_took_is_nothing() -> None:
+    assert not any(asdict(Usage()).values())
 
 
 def test_usage_and_figures_are_sums_of_what_replicas_report() -> None:
