@@ -141,7 +141,7 @@ worlds-0 worlds-1:
 mutate: SEED ?= 1
 mutate: N ?= 60
 mutate: JOBS ?= 1
-mutate: $(SETUP)  ## single changes of the core that no test sees: SEED=1 N=60 JOBS=1
+mutate: $(SETUP)  ## single changes of the core that no test sees: SEED='1 2 3' N=30 JOBS=1
 	$(BIN)/python -m tests.mutation --seed $(SEED) --number $(N) --jobs $(JOBS)
 
 explore: $(SETUP)  ## property tests on other examples each time; what they print replays a failure

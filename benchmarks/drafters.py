@@ -150,7 +150,7 @@ def main() -> None:
     parser.add_argument(
         "--oracle",
         type=float,
-        help="Acceptance of an oracle drafter that costs what the head does.",
+        help="Acceptance rate of known answers that cost what the head costs.",
     )
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--references", type=int, default=2, help="Outputs of generate to compare.")

@@ -38,8 +38,8 @@ class SpeculativeConfig(BaseModel):
     )
     enable_suffix_decoding: bool = Field(
         False,
-        description="Add suffix decoding to a draft model or head: a row uses the suffix draft"
-        " when more of its tokens are likely right than of the model's draft.",
+        description="Draft by suffix decoding or by the model or head, row by row: by suffix"
+        " decoding when more of its tokens are likely right.",
     )
     num_speculative_tokens: int | None = Field(
         None,
@@ -49,8 +49,8 @@ class SpeculativeConfig(BaseModel):
     )
     adaptive: bool = Field(
         True,
-        description="Choose the number of draft tokens by measured times and acceptance; false"
-        " drafts num_speculative_tokens in every step.",
+        description="Choose the number of draft tokens by measured times and acceptance rates;"
+        " false drafts num_speculative_tokens in every step.",
     )
     draft_device: str | None = Field(
         None,
@@ -98,7 +98,7 @@ class ReplicaConfig(BaseModel):
         description="The drafter: a method alone (draft_model, suffix, eagle3, dflash, dspark,"
         """ clover, none) or JSON such as '{"method": "suffix","""
         """ "num_speculative_tokens": 4}'. Null: the embedded draft model for tiny,"""
-        " suffix decoding with smollm2-eagle3 for smollm2, suffix decoding for other targets.",
+        " suffix decoding or smollm2-eagle3, row by row, for smollm2, suffix decoding for others.",
     )
     device: str = Field(
         "auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto, cpu, cuda or cuda:N."
@@ -180,7 +180,7 @@ class ReplicaConfig(BaseModel):
     calibrate: bool = Field(
         True,
         description="After loading, time a few steps and prefills, by which the pool chooses draft"
-        " lengths and chunks, and warn if an EAGLE-3 head is hardly ever right in short texts."
+        " lengths and chunks, and warn if a head that reads hidden states is hardly ever right."
         " Without it the first requests provide the times.",
     )
     torch_threads: int | None = Field(

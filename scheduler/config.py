@@ -29,7 +29,7 @@ class SchedulerConfig(BaseModel):
         le=DRAFT_LEN_MAX,
         description="Fixed number of draft tokens per row and step, also the maximum for a"
         " request; 0 turns drafts off. Null: chosen for each batch by measured times and"
-        " acceptance; 0 is a choice.",
+        " acceptance rates; 0 is a choice.",
     )
     draft_len_max: int = Field(
         default=8,
@@ -57,7 +57,7 @@ class SchedulerConfig(BaseModel):
         le=1000,
         description="Maximum wait of a resident between two steps, in rounds (batches that hold"
         " all residents once). Larger values give batches of more similar lengths. 1: residents"
-        " step in order of arrival.",
+        " step in the order in which they became ready.",
     )
     prefill_rows_max: int = Field(
         default=8,

@@ -272,6 +272,7 @@ class ReplicaSpec:
     target: str = ""
     """Name of the target, for people."""
     draft: str = ""
+    """Name of the draft model or head, for people; empty without one."""
     device: str = "cpu"
     dtype: str = "float32"
     arithmetic: str = ""

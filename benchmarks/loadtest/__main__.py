@@ -53,6 +53,8 @@ from scheduler.simulation import poisson
 
 LOCUST = Path(__file__).parents[2] / ".venv-load" / "bin" / "locust"
 FOLDER = Path(__file__).parent
+ROWS = 2
+"""Of a batch; so few that the load takes all four replicas."""
 COLD_S_MAX = 3.0
 """What the first answer may take beside the load of a model."""
 STEADY_MOST = 1.3
@@ -146,6 +148,7 @@ def settings(fixed: int | None, port: int) -> ClusterConfig:
             **number,
             "frontend": {"number": 2},
             "replica": {"target": "tiny", "device": "cpu", "torch_threads": 1, "memory": "256MiB"},
+            "scheduler": {"rows_max": ROWS},
             "server": {"grpc_port": port, "http_port": port + 1},
         }
     )

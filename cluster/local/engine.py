@@ -113,6 +113,7 @@ class LocalEngine:
         return output
 
     def cancel(self, request_id: str) -> None:
+        """End a request; one that is unknown or has ended is left as it is."""
         self._feed(Cancel(request_id))
 
     def advance(self) -> bool:
@@ -147,7 +148,8 @@ class LocalEngine:
         assert not unfinished, f"the scheduler left {len(unfinished)} requests without a batch"
 
     def generate(self, requests: Sequence[Request]) -> list[Output]:
-        """Run the requests to their end; outputs in the caller's order."""
+        """Run the requests to their end; outputs in the caller's order. Raises InvalidRequest or
+        Overloaded for the first request that is refused; those before it stay submitted."""
         outputs = [self.submit(request) for request in requests]
         self.run()
         return outputs

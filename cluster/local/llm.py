@@ -37,7 +37,11 @@ class SamplingParams:
     """How a completion is written; the names of the gRPC request, which says more of each. What is
     no value of a field's type, or no field, raises pydantic's ValidationError, which names it.
 
-    Of json_schema, regex, choice and grammar at most one.
+    Ranges, beyond which InvalidRequest names the field: temperature in [0, 1e6]; top_k in
+    [0, 2**31), 0 keeps all; top_p in (0, 1]; min_p in [0, 1]; seed in [0, 2**63);
+    repetition_penalty above 0; frequency_penalty and presence_penalty in [-2, 2]; biases in
+    [-100, 100]; logprobs and prompt_logprobs in [0, 20]; min_tokens in [0, max_tokens]. Of
+    json_schema, regex, choice and grammar at most one.
     """
 
     max_tokens: int = 256

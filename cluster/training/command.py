@@ -54,7 +54,7 @@ def train_drafter(
         int | None,
         typer.Option(
             min=2,
-            help="Number of tokens that the head can draft, the most frequent. Default: 10240.",
+            help="Number of tokens that the head learns, the most frequent. Default: 10240.",
         ),
     ] = None,
     workers: Annotated[

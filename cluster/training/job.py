@@ -64,9 +64,9 @@ class Job(Preparation):
         """Raises TrainingRefused, PairRefused, OSError."""
         settings = self.settings
         plan_file, old = settings.out / "plan.json", None
-        if settings.resume:
-            if not plan_file.is_file():
-                raise TrainingRefused(f"resume: {settings.out} has no run to go on with")
+        if settings.resume and not settings.out.is_dir():
+            raise TrainingRefused(f"resume: {settings.out} has no run to go on with")
+        if settings.resume and plan_file.is_file():
             old = Plan.read(plan_file)
         elif plan_file.exists():
             raise TrainingRefused(f"out: {settings.out} has a run; --resume goes on with it")
@@ -75,6 +75,7 @@ class Job(Preparation):
 
             check_installed()
         self.check()
+        settings.out.mkdir(parents=True, exist_ok=True)
         folder, key, fingerprint = self.conversations()
         features = self.features(folder)
         train, held_out = self.divided(folder)
@@ -89,7 +90,6 @@ class Job(Preparation):
             settings.workers,
             self.train_settings(),
         )
-        settings.out.mkdir(parents=True, exist_ok=True)
         if old is not None:
             old.check(plan)
             plan = old

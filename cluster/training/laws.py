@@ -2,7 +2,8 @@
 measured after several token counts, and log-linear fits through them (arXiv 2505.07858).
 
 The token counts of a capacity are points of one run at a constant rate, from each of which a short
-fall of the rate begins. What was measured lies in `laws.json`; a run that goes on skips it.
+fall of the rate begins. What was measured lies in `laws.json`, and a run that goes on skips it;
+`laws.svg` is its picture.
 """
 
 from __future__ import annotations
@@ -12,9 +13,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from time import monotonic
+from typing import Any
 
+from cluster.bench.plots import MARK, Plot, line, to_svg
 from cluster.training.job import MANY, Job
 from cluster.training.report import expected, latency_table
+from replicas.errors import TrainingRefused
 from replicas.training import DRAFT_LEN, FeatureFolder, Fit, Item, Point, Training, fit
 from scheduler.messages import ReplicaSpec
 
@@ -42,15 +46,20 @@ class Laws:
 def measure_laws(job: Job, minutes: float) -> Laws:
     """`minutes`: of training, all capacities together. Raises what `Job.run` raises, and ValueError
     for points that tell nothing."""
+    out, found = job.settings.out, {}
+    file = out / "laws.json"
+    if job.settings.resume:
+        if not out.is_dir():
+            raise TrainingRefused(f"resume: {out} has no run to go on with")
+        if file.is_file():
+            found = json.loads(file.read_text(encoding="utf-8"))
+    elif file.exists() or any(out.glob("laws-*.pt")):
+        raise TrainingRefused(f"out: {out} has a run; --resume goes on with it")
     job.check()
+    out.mkdir(parents=True, exist_ok=True)
     folder, _, _ = job.conversations()
     features = job.features(folder)
     train, held_out = job.divided(folder)
-    out, found = job.settings.out, {}
-    out.mkdir(parents=True, exist_ok=True)
-    file = out / "laws.json"
-    if job.settings.resume and file.is_file():
-        found = json.loads(file.read_text(encoding="utf-8"))
     inner = job.inner
     widths = [max(8, round(share * inner) // 8 * 8) for share in CAPACITIES]
     spec: ReplicaSpec | None = None
@@ -71,10 +80,16 @@ def measure_laws(job: Job, minutes: float) -> Laws:
             name = f"{width} {share}"
             if name in found:
                 continue
-            while training.progress.step < until:
-                training.step()
-                job.note(f"width {width} (steps)", training.progress.step, steps)
-            training.save(last)
+            saved = monotonic()
+            try:
+                while training.progress.step < until:
+                    training.step()
+                    job.note(f"width {width} (steps)", training.progress.step, steps)
+                    if monotonic() - saved >= 60 * job.settings.checkpoint_minutes:
+                        training.save(last)
+                        saved = monotonic()
+            finally:
+                training.save(last)
             fallen = max(2, round(FALL * until))
             whole = until + fallen
             falling = Training(
@@ -97,7 +112,34 @@ def measure_laws(job: Job, minutes: float) -> Laws:
     points = [Point(**each) for name, each in found.items() if " " in name]
     laws = laws_of(points, [(rows, gain) for rows, gain in found["gains"]], spec)
     _write(file, {**found, "said": laws.said, "r2": [laws.by_tokens.r2, laws.by_parameters.r2]})
+    try:
+        file.with_suffix(".svg").write_text(picture(laws), encoding="utf-8")
+    except ImportError as error:
+        job.say(str(error))
     return laws
+
+
+def picture(laws: Laws) -> str:
+    """As SVG. Raises ImportError without matplotlib."""
+    return to_svg([[_by_tokens(laws), line(laws.gains, "Over no drafts", "batch", "times")]])
+
+
+def _by_tokens(laws: Laws) -> Plot:
+    def draw(axes: Any) -> None:
+        capacities = sorted({point.parameters for point in laws.points})
+        for parameters, style in zip(capacities, (":", "--", "-"), strict=False):
+            of = sorted(
+                (point.tokens, point.accepted)
+                for point in laws.points
+                if point.parameters == parameters
+            )
+            label = f"{parameters / 1e6:.1f} M parameters"
+            axes.plot(*zip(*of, strict=True), color=MARK, linestyle=style, marker=".", label=label)
+        axes.set(title="Accepted per step", xlabel="tokens guessed at", ylabel="draft tokens")
+        axes.set_xscale("log", base=2)
+        axes.legend(frameon=False)
+
+    return draw
 
 
 def laws_of(

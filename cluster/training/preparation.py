@@ -87,9 +87,7 @@ class Preparation:
     @property
     def draft_vocab(self) -> int:
         vocab = int(self.target.vocab_size)
-        return (
-            (self.settings.draft_vocab or min(DRAFT_VOCAB, vocab)) if self.method.prunes else vocab
-        )
+        return self.settings.draft_vocab or min(DRAFT_VOCAB, vocab)
 
     def check(self) -> None:
         """Refuse what can be refused early, and say what is to come."""
@@ -97,10 +95,6 @@ class Preparation:
         if self.draft_vocab > vocab:
             raise TrainingRefused(
                 f"draft_vocab: {self.draft_vocab}, and the target has {vocab} tokens"
-            )
-        if settings.draft_vocab is not None and not self.method.prunes:
-            raise TrainingRefused(
-                f"draft_vocab: {self.method.title} drafts all of the target's tokens"
             )
         self.method.settings(self.target, self.draft_vocab, self.inner)
         if settings.data is None:

@@ -30,7 +30,7 @@ class JobSettings:
     minutes: float = 60.0
     """Of training itself."""
     draft_vocab: int | None = None
-    """Tokens that the head can draft; None: DRAFT_VOCAB, or all where its kind drafts all."""
+    """Tokens that the head learns to draft; None: DRAFT_VOCAB."""
     intermediate_size: int | None = None
     """Width of the head's MLP; None: the target's."""
     workers: int = 1

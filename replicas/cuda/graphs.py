@@ -160,7 +160,14 @@ class FixedPass:
             except RuntimeError as error:
                 raise PairRefused(f"graphs: {kind} cannot be recorded: {error}") from error
 
-    def run(self, tokens: torch.Tensor, window: DevicePassLayout, *hidden: torch.Tensor) -> Output:
+    def run(
+        self,
+        tokens: torch.Tensor,  # [window's rows * width], int64
+        window: DevicePassLayout,
+        *hidden: torch.Tensor,  # each [window's rows * width, width of the states]
+    ) -> Output:
+        """The pass over these tokens, in the recorded shape: the output has all of its rows and
+        columns, and on a GPU the next run overwrites it."""
         rows, width = window.rows, window.width
         for standing, given in zip(self._hidden, hidden, strict=True):
             standing[:rows, :width] = given.view(rows, width, -1)

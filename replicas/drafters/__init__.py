@@ -20,7 +20,7 @@ from replicas.drafters.protocol import (
 from replicas.drafters.suffix import SuffixSource
 from replicas.drafters.suffix_first import SuffixFirstSource
 
-_METHODS: dict[str, Callable[[ReplicaConfig, Any], DraftSource]] = {
+SOURCES: dict[str, Callable[[ReplicaConfig, Any], DraftSource]] = {
     "draft_model": ModelSource.read,
     "suffix": lambda config, target: SuffixSource(),
     "eagle3": Eagle3Source.read,
@@ -28,6 +28,7 @@ _METHODS: dict[str, Callable[[ReplicaConfig, Any], DraftSource]] = {
     "dspark": OnePassSource.read,
     "clover": CloverSource.read,
 }
+"""By the setting's method; `none` has no source."""
 
 
 def draft_source(config: ReplicaConfig, target: Any) -> DraftSource | None:
@@ -36,7 +37,7 @@ def draft_source(config: ReplicaConfig, target: Any) -> DraftSource | None:
     said = config.drafting
     if said.method == "none":
         return None
-    source = _METHODS[said.method](config, target)
+    source = SOURCES[said.method](config, target)
     if said.draft_device is not None:
         return OverlappedSource.of(source, config)
     return SuffixFirstSource(source) if said.enable_suffix_decoding else source

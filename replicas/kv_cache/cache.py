@@ -146,6 +146,7 @@ class PagedCache:
         runs: torch.Tensor,  # [runs], int64
         out: torch.Tensor,  # [runs, block_size * width]
     ) -> None:
+        """Copies these runs of a layer's keys and values into `out`, made by `room`."""
         torch.index_select(self._stores[layer].view(-1, out.shape[1]), 0, runs, out=out)
 
     def clear(self) -> None:

@@ -139,6 +139,8 @@ def load_model(
     field: str,
     divide: Callable[[PreTrainedModel], None] = lambda model: None,
 ) -> PreTrainedModel:
+    """The model on `device`, of which `divide` keeps a rank's part. `acceptance`, in [0, 1]: the
+    acceptance rate of planted weights. Raises what `read_model` raises."""
     if is_planted(path):
         model = plant(path, device, dtype_of(config), acceptance)
         divide(model)

@@ -36,6 +36,7 @@ class Noise:
         return Noise(self.keys[rows, columns][:, None], self.scale[rows])
 
     def columns(self, begin: int, end: int) -> Noise:
+        """Of the positions [begin, end) of each row."""
         return Noise(self.keys[:, begin:end], self.scale)
 
 

@@ -95,6 +95,7 @@ class ConversationFolder:
 
 
 def read_part(part: Path) -> Iterator[Conversation]:
+    """Those of one part, in order. Raises OSError."""
     with np.load(part) as found:
         flat, ends = found["ids"], np.cumsum(found["lengths"])
         for begin, end, answer in zip(ends - found["lengths"], ends, found["answers"], strict=True):

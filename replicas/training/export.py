@@ -31,7 +31,7 @@ def write_head(
     known = torch.zeros(target_vocab, dtype=torch.bool)
     known[ids] = True
     stored = {name: value.detach().to(dtype).contiguous() for name, value in tensors.items()}
-    if len(ids) < target_vocab:
+    if "draft_vocab_size" in settings and len(ids) < target_vocab:
         stored["d2t"] = ids - torch.arange(len(ids))
         stored["t2d"] = known
     config = {**settings, "dtype": str(dtype).removeprefix("torch.")}

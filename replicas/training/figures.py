@@ -29,6 +29,7 @@ class Acceptance:
     by_position: tuple[float, ...]
     """Share of draft token j that is right, of the steps in which all before it are."""
     tokens_per_s: float = 0.0
+    """Committed tokens over the seconds that were measured; 0: none were."""
 
     def said(self) -> str:
         shares = ", ".join(f"{share:.0%}" for share in self.by_position)
@@ -59,7 +60,7 @@ class Point:
     """One head, measured."""
 
     tokens: int
-    """Tokens that it has guessed at."""
+    """Tokens that it has guessed, those of repeated epochs too."""
     parameters: int
     accepted: float
     """Draft tokens per step, in real steps."""
@@ -78,6 +79,7 @@ class Fit:
     r2: float
 
     def at(self, *values: float) -> float:
+        """Accepted draft tokens per step that the line expects. `values`, above 0, as `names`."""
         logs = map(math.log, values)
         return self.constant + sum(
             slope * log for slope, log in zip(self.slopes, logs, strict=True)

@@ -1,45 +1,56 @@
-"""Trains a head: steps, rates, checkpoints. Knows neither where data comes from nor what runs it.
+"""Trains a head: updates, rates, checkpoints. Knows neither where data comes from nor what runs it.
 
 With `torch.distributed` started, each process takes its share of every batch and gradients are
-added, so a step is the same as that of one process with the whole batch.
+added, so an update is the same as that of one process with the whole batch.
 """
 
 from __future__ import annotations
 
 import contextlib
+import io
 import math
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from replicas.errors import TrainingRefused
 from replicas.training.batches import Item, batch_of, epoch_batches
 from replicas.training.features import FeatureFolder
 from replicas.training.methods import Batch, TrainableHead, Unrolled
 
+_BROKEN = (*(OSError, RuntimeError, ValueError, KeyError, TypeError, EOFError), UnpicklingError)
+"""What torch raises for the content of a file that is no checkpoint of this head."""
+
 
 @dataclass(frozen=True)
 class TrainSettings:
-    """How a head is trained. `steps` of the optimizer: the rate rises, stays, and falls to zero."""
+    """How a head is trained. `steps` are updates by the optimizer: the rate rises, stays, and falls
+    to zero."""
 
     steps: int
     batch_tokens: int = 2048
-    """Of a step, of one worker."""
+    """Of an update, of one worker."""
     unroll: int = 4
     """Draft tokens that the head learns together."""
     step_weight: float = 0.8
     """What a draft token counts, of the one before."""
     rate: float = 1e-3
+    """Largest learning rate of AdamW."""
     warmup: int = 40
+    """Updates over which the rate rises."""
     decay: float = 0.2
-    """Share of the steps over which the rate falls."""
+    """Share of the updates over which the rate falls."""
     weight_decay: float = 0.01
+    """Of matrices, of AdamW."""
     clip: float = 1.0
+    """Largest norm of all gradients together; longer ones are scaled down."""
     seed: int = 0
     bfloat16: bool = False
     """Whether products of the training are in bfloat16; weights and sums are in float32."""
@@ -68,7 +79,7 @@ class Progress:
     tokens: int = 0
     """Tokens that were guessed at, those of repeated epochs too."""
     seconds: float = 0.0
-    """That steps have taken."""
+    """That updates have taken."""
     items: int = 0
     """Conversations that the epoch was drawn from."""
 
@@ -78,9 +89,9 @@ class Scores:
     """Means over the slots of some conversations, on the target's own text."""
 
     loss: float
-    """Of the first step, nats."""
+    """At draft position 0, in nats."""
     right: tuple[float, ...]
-    """Share of draft tokens of each step that are the target's likeliest."""
+    """By draft position: share of draft tokens that are the target's likeliest."""
     accepted: float
     """Draft tokens that are right before the first wrong one, of `unroll`."""
 
@@ -112,7 +123,7 @@ class Training:
         )
 
     def step(self) -> float:
-        """One step of the optimizer; the mean loss per guess over all processes."""
+        """One update by the optimizer; the mean loss per guess over all processes, in nats."""
         progress, settings = self.progress, self.settings
         items = self._next()
         own = items[self._rank :: self._ranks]
@@ -197,8 +208,8 @@ class Training:
         return torch.autocast(self._device.type, torch.bfloat16, enabled=self.settings.bfloat16)
 
     def save(self, path: Path, history: Sequence[dict[str, Any]] = ()) -> None:
-        """Write all that the next step depends on, and what was seen on the way; the file is there
-        whole or not at all. Raises OSError."""
+        """Write all that the next update depends on, and what was seen on the way; the file is
+        there whole or not at all. Raises OSError."""
         part = path.with_suffix(".part")
         state = {
             "progress": asdict(self.progress),
@@ -216,13 +227,21 @@ class Training:
         part.rename(path)
 
     def load(self, path: Path) -> list[dict[str, Any]]:
-        """Go on from a file of `save`; the history in it."""
-        state = torch.load(path, weights_only=True, map_location="cpu")
-        self.head.load_state_dict(state["head"])
-        self._optimizer.load_state_dict(state["optimizer"])
-        self.progress = Progress(**state["progress"])
+        """Go on from a file of `save`; the history in it. Raises OSError where there is none, and
+        TrainingRefused for one that does not fit."""
+        with path.open("rb") as file:
+            content = io.BytesIO(file.read())
+        try:
+            state = torch.load(content, weights_only=True, map_location="cpu")
+            self.head.load_state_dict(state["head"])
+            self._optimizer.load_state_dict(state["optimizer"])
+            self.progress = Progress(**state["progress"])
+            history = list(state["history"])
+        except _BROKEN as error:
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise TrainingRefused(f"resume: {path} does not fit this run: {reason}") from error
         if self.progress.items != len(self._items):  # other data: its first epoch
             self.progress.items = len(self._items)
             self.progress.epoch, self.progress.batch = self.progress.epoch + 1, 0
         self._batches = self._drawn()
-        return list(state["history"])
+        return history

@@ -62,6 +62,7 @@ class Start:
         return METHODS[self.method].head(self.settings, target, self.weights, self.ids)
 
     def write(self, path: Path) -> None:
+        """The file is there whole or not at all. Raises OSError."""
         frozen = {_FROZEN + name: value for name, value in self.weights.frozen.items()}
         whole = {**self.weights.tensors, **frozen, _IDS: self.ids}
         part = path.with_suffix(".part")
@@ -75,6 +76,7 @@ class Start:
 
     @classmethod
     def read(cls, path: Path) -> Start:
+        """A file of `write`. Raises OSError, and SafetensorError for another file."""
         with safe_open(path, "pt") as opened:
             said = opened.metadata()
             found = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118

@@ -102,6 +102,7 @@ class Dispatcher:
             long.interrupted = True
 
     def chunk(self, replica: ReplicaRecord) -> int:
+        """KV positions that the next prefill batch may fill, in [1, prefill_tokens_max]."""
         begun = oldest_partial(replica)
         return self._policy.prefill_tokens(
             replica.id,

@@ -5,8 +5,9 @@ sequences of the same class show lately stands in. A token counts if all before 
 also if it was asked for and the drafter had none: the estimate is the chance that asking for one
 more token gains one.
 
-With acceptance a of a row, k draft tokens commit 1 + a + ... + a^k tokens of it. Every k from 0 to
-the most has its own goodput, because times rise in steps and so goodput has several peaks.
+With the acceptance rate a of a row, k draft tokens commit 1 + a + ... + a^k tokens of it. Every k
+from 0 to the most has its own goodput, because times rise in steps and so goodput has several
+peaks.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from scheduler.state import Answer, Sequence
 DECAY = 0.85
 """What a sequence's past keeps of its weight per step."""
 PRIOR_TRIES = 3.0
-"""Tries for which the class's acceptance stands."""
+"""Tries for which the class's acceptance rate stands."""
 CLASS_TRIES = 400.0
 """Tries after which a class has forgotten: a few hundred steps of a full batch."""
 FIRST_GUESS = 0.6
-"""Acceptance of a class of which nothing is known; a guess that lasts for a few tries."""
+"""Acceptance rate of a class of which nothing is known; a guess that lasts for a few tries."""
 _GUESS_TRIES = 4.0
 
 
@@ -38,14 +39,15 @@ class _SequenceClass:
         return self.agreed / self.tried
 
 
-class Acceptance:
+class AcceptanceRates:
     """Estimates for the sequences of one pool: greedy and sampled ones are two classes."""
 
     def __init__(self) -> None:
         self._classes = {greedy: _SequenceClass() for greedy in (True, False)}
 
     def expect(self, acceptance: float) -> None:
-        """A drafter was right so often in a trial: what stands for classes not known yet."""
+        """A drafter had this acceptance rate, in [0, 1], in a trial: it stands for classes that are
+        not known yet."""
         for known in self._classes.values():
             if known.tried == _GUESS_TRIES:
                 known.agreed = _GUESS_TRIES * acceptance
@@ -58,7 +60,7 @@ class Acceptance:
         ]
 
     def overall(self, greedy: bool) -> float:
-        """The acceptance of a class lately."""
+        """The acceptance rate of a class lately."""
         return self._classes[greedy].acceptance
 
     def observe(self, answers: Iterable[Answer]) -> None:

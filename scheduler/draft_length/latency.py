@@ -36,8 +36,8 @@ FIT_EVERY = 16
 def bucket(tokens: int) -> int:
     """The bucket of so many tokens: exact up to 16, then eight per octave.
 
-    Hardware computes whole tiles of tokens, and the buckets' ends (16, 32, 40, 48, ...) are those
-    of tiles: so a table shows the steps in which times rise.
+    Hardware computes whole tiles of tokens. Each end of a tile (16, 32, 40, 48, ...) is the end of
+    a bucket, so a table shows the steps in which times rise.
     """
     below = max(tokens - 1, 0)
     octave = max(below.bit_length() - 4, 0)
@@ -219,6 +219,8 @@ class LatencyTable:
         self.prefill.observe(tokens, before, seconds / self.slowdown, self._seen)
 
     def step_s(self, rows: int, draft_len: int, kv: int) -> float:
+        """Expected seconds now of a step of so many rows, with `draft_len` draft passes, that reads
+        `kv` KV positions in all; 0 while nothing was seen."""
         tokens = rows * (draft_len + 1)
         return self.slowdown * (self.step(tokens, kv) + draft_len * self.draft(rows, kv))
 

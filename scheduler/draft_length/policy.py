@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from scheduler.config import PREFILL_TOKENS_LEAST, SchedulerConfig
-from scheduler.draft_length.acceptance import Acceptance, goodputs, likelihoods
+from scheduler.draft_length.acceptance import AcceptanceRates, goodputs, likelihoods
 from scheduler.draft_length.latency import LatencyTable
 from scheduler.messages import Batch, BatchKind, ReplicaSpec, StepResult, StepRow
 from scheduler.state import Answer, Sequence, computed
@@ -78,7 +78,7 @@ class _Known:
     """Its draft length, where that is not chosen."""
     draft_len: int
     """As it was chosen last."""
-    planned: tuple[int, int, int] = (0, 0, 0)
+    planned: tuple[int, int, int] | None = None
     """Rows, draft tokens and KV positions of the last batch."""
     steps: int = 1
     round_trip_s: float | None = None
@@ -89,7 +89,7 @@ class _Known:
 
     def step_s(self) -> float:
         """Expected time of a step of the last batch; 0 while nothing is known."""
-        return self.table.step_s(*self.planned) if self.planned[0] else 0.0
+        return self.table.step_s(*self.planned) if self.planned else 0.0
 
 
 class DraftPolicy:
@@ -109,7 +109,7 @@ class DraftPolicy:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._config = config
-        self._acceptance = Acceptance()
+        self._acceptance = AcceptanceRates()
         self._replicas: dict[str, _Known] = {}
 
     def joined(self, replica_id: str, spec: ReplicaSpec) -> None:
@@ -215,10 +215,13 @@ class DraftPolicy:
     def estimates(self, replica_id: str) -> CostEstimates:
         """What is expected of a replica that has joined and was not lost."""
         known = self._replicas[replica_id]
-        table, (rows, _, kv) = known.table, known.planned
+        step_s = 0.0
+        if known.planned:
+            rows, _, kv = known.planned
+            step_s = known.table.step_s(rows, known.draft_len, kv)
         return CostEstimates(
             draft_len=known.draft_len,
-            step_s=table.step_s(rows, known.draft_len, kv) if rows else 0.0,
+            step_s=step_s,
             acceptance_greedy=self._acceptance.overall(greedy=True),
             acceptance_sampled=self._acceptance.overall(greedy=False),
         )

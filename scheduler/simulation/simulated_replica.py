@@ -27,7 +27,7 @@ from scheduler.simulation.hardware import Times
 from scheduler.state import PrefixSet, block_keys
 from scheduler.validation import blocks_needed
 
-Acceptance = Callable[[str], float]
+AcceptanceRate = Callable[[str], float]
 """By request: the probability that a draft token is accepted if those before it are."""
 
 
@@ -95,7 +95,12 @@ class SimulatedReplica:
     """One incarnation; batches are received in order and run one at a time, step by step."""
 
     def __init__(
-        self, replica_id: str, spec: ReplicaSpec, times: Times, acceptance: Acceptance, rng: Random
+        self,
+        replica_id: str,
+        spec: ReplicaSpec,
+        times: Times,
+        acceptance: AcceptanceRate,
+        rng: Random,
     ) -> None:
         self.id = replica_id
         self.spec = spec

@@ -1,8 +1,8 @@
 """Changes one line of the core at a time and says which changes no test sees.
 
-    python -m tests.mutation --seed 1 --number 60 [--only scheduler/state] [--jobs 2]
+    python -m tests.mutation --seed 1 2 3 --number 30 [--only scheduler/state] [--jobs 2]
 
-It draws places at random, and one change for each, as `changes.py` says; a seed replays them. Each
+It draws places at random, and one change for each, as `changes.py` says; seeds replay them. Each
 change is made in a copy of the tree, whose tests must pass without it. The tests that run the
 changed line run, the quickest file first, until one fails; of a line that runs at import, all of
 its floor. A test that hangs, or takes all memory, has seen the change.
@@ -41,16 +41,18 @@ MEMORY_BYTES = 8 * 2**30
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.mutation")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--number", type=int, default=60, help="changes to draw")
+    parser.add_argument("--seed", type=int, nargs="+", default=[1])
+    parser.add_argument("--number", type=int, default=60, help="changes to draw for each seed")
     parser.add_argument("--only", default="", help="draw from paths that begin so")
     parser.add_argument("--jobs", type=int, default=1, choices=(1, 2))
     args = parser.parse_args()
     modules = [path for path in core_modules(ROOT) if path.startswith(args.only)]
     places = [site for path in modules for site in sites(path, (ROOT / path).read_text())]
-    rng = random.Random(args.seed)
-    drawn = [(site, rng.choice(site.texts)) for site in rng.sample(places, args.number)]
-    print(f"{len(drawn)} of {len(places)} places in {len(modules)} modules, seed {args.seed}")
+    drawn = []
+    for rng in map(random.Random, args.seed):
+        drawn += [(site, rng.choice(site.texts)) for site in rng.sample(places, args.number)]
+    seeds = " ".join(map(str, args.seed))
+    print(f"{len(drawn)} of {len(places)} places in {len(modules)} modules, seed {seeds}")
     with tempfile.TemporaryDirectory(prefix="lockstep-mutation-") as folder:
         trees: SimpleQueue[Path] = SimpleQueue()
         for job in range(args.jobs):
@@ -64,7 +66,7 @@ def main() -> None:
                 lambda change: _try(trees, known[_floor(change[0])], *change), drawn
             )
             survivors = sum([_told(number, *verdict) for number, verdict in enumerate(verdicts, 1)])
-    print(f"seed {args.seed}: found {len(drawn) - survivors} of {len(drawn)}")
+    print(f"seed {seeds}: found {len(drawn) - survivors} of {len(drawn)}")
 
 
 def _copied(tree: Path) -> Path:

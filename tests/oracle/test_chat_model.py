@@ -1,4 +1,5 @@
-"""Proves: the chat model drafts by suffix and answers as transformers' generate does."""
+"""Proves: the chat model drafts by suffix decoding or its head, row by row, and answers as
+transformers' generate does."""
 
 from __future__ import annotations
 

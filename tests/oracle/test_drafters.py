@@ -11,14 +11,15 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 from itertools import takewhile
+from typing import get_args
 
 import pytest
 import torch
 
 from benchmarks.shared.oracle import OracleDrafter
 from cluster.local.engine import LocalEngine
-from replicas.config import ReplicaConfig
-from replicas.drafters import DraftRequest, Proposal
+from replicas.config import Method, ReplicaConfig
+from replicas.drafters import SOURCES, DraftRequest, Proposal
 from replicas.memory import plan_memory
 from replicas.stopwatch import Stopwatch
 from scheduler.config import SchedulerConfig
@@ -32,6 +33,8 @@ DRAFTERS = (
     *("none", "model", "suffix", "eagle3", "dflash", "dspark", "clover", "toy"),
     *("suffix+model", "suffix+eagle3", "model+apart", "never", "half", "always"),
 )
+NAMES = {"draft_model": "model"}
+"""Here, of a method whose name here is another."""
 RUNS = ((False, 8, "off"), (True, 8, "on"))
 LONG_RUNS = ((False, 1, "off"), (True, 1, "off"), (True, 8, "off"))
 
@@ -97,6 +100,11 @@ def test_output_is_that_of_the_target_alone(
         oracle = replica.drafter
         assert isinstance(oracle, OracleDrafter)
         assert oracle.rows == {}, "every row's life has ended"
+
+
+def test_the_table_has_every_method_of_the_setting() -> None:
+    assert {*SOURCES, "none"} == set(get_args(Method))
+    assert {NAMES.get(method, method) for method in get_args(Method)} <= set(DRAFTERS)
 
 
 def test_a_drafter_gets_the_memory_that_it_asks_for() -> None:

@@ -29,6 +29,7 @@ from scheduler.decoding import Decoding
 from scheduler.messages import FinishReason, Request
 from tests.oracle.drafters import ORACLES, replica_of
 from tests.oracle.test_decoding import EOS, tokenizer
+from tests.oracle.test_drafters import DRAFTERS
 from tests.oracle.worlds import mixed_requests, run_staggered, sampled
 from tests.tiny_pairs import DEVICE, VOCAB
 
@@ -49,7 +50,6 @@ STOPPING = {
 }
 """Why it stops: a structure."""
 NEW = 40
-DRAFTERS = ("none", "model", "suffix", "eagle3", "dspark", "never", "half", "always")
 End = tuple[list[int], FinishReason | None, str]
 
 

@@ -12,6 +12,7 @@ from cluster.frontend.tools.use import (
     NamedTool,
     Tool,
     ToolChoice,
+    ToolName,
     ToolUse,
     json_object,
 )

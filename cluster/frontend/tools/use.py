@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, field_validator
 
@@ -12,9 +12,11 @@ from cluster.error_messages import Strict, shown_value
 from cluster.frontend.json_codec import parsed_json
 from scheduler.errors import InvalidRequest
 
+ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+
 
 class Function(Strict, BaseModel):
-    name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
+    name: ToolName
     description: str = ""
     parameters: dict[str, Any] = {}
     strict: bool = False

@@ -19,7 +19,7 @@ from replicas.drafters import MASK, OnePassConfig
 from replicas.training.methods.head import Batch, TrainableHead, Unrolled, rotated
 
 EVERY = 4
-"""A block begins at one slot of so many; at others in the next step."""
+"""A block begins at one slot of so many; at others in the next update."""
 
 
 class DSparkHead(TrainableHead):

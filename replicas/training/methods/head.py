@@ -32,7 +32,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Unrolled:
-    """What came of a batch. Step j is the draft token that j others come before."""
+    """What came of a batch. Step j of the pass is draft position j, from 0."""
 
     loss: torch.Tensor
     """Sum over slots and steps, weighted; where a head looks at some of the slots, times what makes
@@ -98,7 +98,7 @@ class TrainableHead(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, batch: Batch, step_weights: tuple[float, ...], at: int = 0) -> Unrolled:
-        """One step for each weight. `at`: the number of the training's step; a head that looks at
+        """One draft position for each weight. `at`: the number of the update; a head that looks at
         some of the slots looks at others next."""
 
     def tensors(self) -> dict[str, torch.Tensor]:

@@ -35,8 +35,6 @@ class Method(Protocol):
     """What a draft token counts, of the one before."""
     speculators: bool
     """Whether its checkpoint has a format of the speculators library."""
-    prunes: bool
-    """Whether it can draft from fewer tokens than the target has."""
 
     def aux_layers(self, layers: int) -> tuple[int, ...]:
         """The hidden states that it sees of a target with so many layers, as transformers numbers

@@ -26,7 +26,7 @@ LAYERS = 2
 
 class CloverMethod:
     name, title = "clover", "a Clover-2 head"
-    unroll, step_weight, prunes, speculators = 5, 0.7, False, False
+    unroll, step_weight, speculators = 5, 0.7, False
 
     def aux_layers(self, layers: int) -> tuple[int, ...]:
         return (layers,)
@@ -74,7 +74,8 @@ class CloverMethod:
         for block in (FIRST, LATER):
             for letter in "qk":
                 made[f"{block}.{letter}.weight"] += one
-        return Weights(made, {OUTPUT: output_rows(target, ids), LAST_NORM: last})
+        output = output_rows(target, torch.arange(target.config.vocab_size))
+        return Weights(made, {OUTPUT: output, LAST_NORM: last})
 
     def head(
         self, settings: dict[str, Any], target: Any, weights: Weights, ids: torch.Tensor

@@ -29,7 +29,7 @@ _OWN = ("lm_head.weight", MASK)
 
 class DSparkMethod:
     name, title = "dspark", "a DSpark head"
-    unroll, step_weight, prunes, speculators = 7, 0.8, True, True
+    unroll, step_weight, speculators = 7, 0.8, True
 
     def aux_layers(self, layers: int) -> tuple[int, ...]:
         """Those of an EAGLE-3 head, so that both are trained on the same features."""

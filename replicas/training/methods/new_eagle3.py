@@ -28,7 +28,7 @@ _KINDS = {"llama": "llama", "qwen3": "qwen3"}
 
 class Eagle3Method:
     name, title = "eagle3", "an EAGLE-3 head"
-    unroll, step_weight, prunes, speculators = 4, 0.8, True, True
+    unroll, step_weight, speculators = 4, 0.8, True
 
     def aux_layers(self, layers: int) -> tuple[int, ...]:
         return aux_layers(layers)

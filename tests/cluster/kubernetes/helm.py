@@ -26,9 +26,14 @@ KUBERAY = DEPLOY / "kuberay.yaml"
 
 HEADER = """\
 # Lockstep on Kubernetes by the KubeRay operator (docs/deploy.md). Do not edit: this is what the
-# chart deploy/helm/lockstep renders with its values as they are, for those who use no Helm.
-# `helm template lockstep deploy/helm/lockstep` writes it, with `-f` or `--set` for other values.
+# chart deploy/helm/lockstep renders with its own values, to read and to compare. With yours:
+# `helm template lockstep deploy/helm/lockstep -f my-values.yaml | kubectl apply -f -`.
 """
+
+
+class RenderError(Exception):
+    """The chart refuses its values, in its own words."""
+
 
 _ACTION = re.compile(r"\{\{(-?)\s(.*?)\s(-?)\}\}", re.DOTALL)
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[()|]|[^\s()|"]+')
@@ -150,7 +155,11 @@ class _Renderer:
             "printf": lambda form, *given: form % given,
             "default": lambda fallback, given: given or fallback,
             "quote": lambda given: f'"{given}"',
+            "hasKey": lambda given, key: key in given,
+            "fail": _fail,
+            "fromYaml": yaml.safe_load,
             "toYaml": lambda given: yaml.safe_dump(given, width=1000).rstrip("\n"),
+            "mergeOverwrite": overlaid,
             "nindent": lambda width, given: "\n" + _indented(given, width),
             "sha256sum": lambda given: hashlib.sha256(given.encode()).hexdigest(),
             "trunc": lambda length, given: given[:length],
@@ -209,6 +218,10 @@ class _Renderer:
             assert key in value, f"{token}: the values have no {key}"
             value = value[key]
         return value
+
+
+def _fail(message: str) -> None:
+    raise RenderError(message)
 
 
 def _indented(text: str, width: int) -> str:

@@ -21,9 +21,7 @@ def settings(name: str) -> dict[str, Any]:
 CASES = {
     "values": values(),
     **{path.stem: values(path) for path in EXAMPLES},
-    "no draft": overlaid(
-        values(), {"models": {"draft": ""}, "settings": {"replica": {"speculative_config": None}}}
-    ),
+    "no draft": overlaid(values(), {"models": {"draft": ""}}),
     "own volume, cache and digest": overlaid(
         values(),
         {

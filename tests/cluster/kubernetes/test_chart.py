@@ -15,6 +15,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from cluster.config import ClusterConfig
 from tests.cluster.kubernetes.helm import (
     CHART,
     DEPLOY,
@@ -88,6 +89,14 @@ def test_the_schema_of_the_values_takes_what_we_show(case: str) -> None:
         {"upgradeStrategy": "Recreate"},
         {"models": {"target": "x; curl evil"}},  # it goes into a command
         {"requestSecondsMax": 60},
+        {"settings": {"sheduler": {}}},
+        # What another value says already.
+        {"settings": {"replicas": 2}},
+        {"settings": {"autoscaling": {"max_replicas": 2}}},
+        {"settings": {"autoscaling": {"min_replicas": 2}}},
+        {"settings": {"replica": {"tensor_parallel": 2}}},
+        {"settings": {"scheduler": {"timeout_s_max": 60}}},
+        {"settings": {"seed": 1 << 54}},  # Helm would round it
     ],
 )
 def test_the_schema_of_the_values_refuses_what_cannot_work(wrong: dict[str, Any]) -> None:
@@ -97,7 +106,9 @@ def test_the_schema_of_the_values_refuses_what_cannot_work(wrong: dict[str, Any]
 def test_the_schema_names_every_value_and_no_other() -> None:
     def keys(schema: dict[str, Any], given: Any, at: str) -> None:
         named = schema.get("properties")
-        if named is not None:
+        if at == "values.settings":
+            assert schema["properties"].keys() == ClusterConfig.model_fields.keys()
+        elif named is not None:
             assert given.keys() == named.keys() - {"global"}, at
             for key, value in given.items():
                 keys(named[key], value, f"{at}.{key}")

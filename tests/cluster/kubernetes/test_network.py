@@ -3,9 +3,11 @@ the network policies let in those who must reach them."""
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
-from tests.cluster.kubernetes.helm import documents, overlaid, render
+from tests.cluster.kubernetes.helm import DEPLOY, documents, overlaid, render
 from tests.cluster.kubernetes.operator_rules import VERSIONS, groups, pod_labels, serve_service
 from tests.cluster.kubernetes.rendered import (
     Rendered,
@@ -70,6 +72,29 @@ def test_the_network_policy_lets_in_clients_operator_and_prometheus_and_nobody_e
     assert service["spec"]["excludeHeadPodFromServeSvc"] is True
     assert [port["port"] for port in prometheus["ports"]] == [8080]
     assert of_head["spec"]["policyTypes"] == ["Egress"]
+
+
+def test_what_else_pods_may_reach_is_a_value() -> None:
+    collector = {"to": [{"ipBlock": {"cidr": "10.0.0.7/32"}}], "ports": [{"port": 4318}]}
+    rendered = documents(
+        render(overlaid(settings("operated"), {"networkPolicy": {"egress": [collector]}}))
+    )
+    whole, of_head = of_kind(rendered, "NetworkPolicy")
+    assert collector in whole["spec"]["egress"]
+    assert collector not in of_head["spec"]["egress"]
+
+
+def test_the_world_reaches_the_api_and_the_health_checks_as_through_our_nginx() -> None:
+    paths = {
+        path["path"]: path["pathType"]
+        for ingress in of_kind(documents(render(settings("operated"))), "Ingress")
+        for path in ingress["spec"]["rules"][0]["http"]["paths"]
+    }
+    nginx = (DEPLOY / "tls" / "nginx.conf").read_text()
+    exact = set(re.findall(r"location = (/\S+)", nginx))
+    prefixes = {found.rstrip("/") for found in re.findall(r"location (/\S+)/ ", nginx)}
+    assert {path for path, kind in paths.items() if kind == "Exact"} == exact
+    assert {path for path, kind in paths.items() if kind == "Prefix"} == prefixes
 
 
 def test_redis_is_reached_by_ray_and_by_nobody_else() -> None:

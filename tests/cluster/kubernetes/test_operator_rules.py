@@ -102,7 +102,7 @@ BREAKS = {
     ),
     "has a name": lambda service: head(service).update(headService={"name": "x"}),
     "resources in rayStartParams": lambda service: head(service).update(resources={"CPU": "1"}),
-    "minReplicas": lambda service: workers(service).update(minReplicas=9),
+    "minReplicas": lambda service: workers(service).update(minReplicas=99),
     "must be set": lambda service: workers(service).pop("maxReplicas"),
     "autoscalerOptions.version": lambda service: service["spec"]["rayClusterConfig"].pop(
         "autoscalerOptions"

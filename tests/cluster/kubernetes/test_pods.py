@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from tests.cluster.kubernetes.helm import documents, overlaid, render, values
-from tests.cluster.kubernetes.operator_rules import groups, needs_kubernetes_api
+from tests.cluster.kubernetes.operator_rules import groups, needs_kubernetes_api, pod_labels
 from tests.cluster.kubernetes.rendered import (
     CASES,
     Rendered,
@@ -44,7 +44,9 @@ def test_pods_have_room_for_the_replicas(rendered: Rendered) -> None:
     per_pod = gpus / config.replica.tensor_parallel
     assert per_pod == int(per_pod) >= 1
     assert workers.spec["minReplicas"] * per_pod == config.replicas_min
-    assert workers.spec["maxReplicas"] * per_pod == config.replicas_max
+    # A change of the application starts one replica beside the old ones.
+    surging = int(config.actors.surge is True)
+    assert (workers.spec["maxReplicas"] - surging) * per_pod == config.replicas_max
     # Serve moves the number of replicas, and the autoscaler that of pods: both or neither.
     cluster = service["spec"]["rayClusterConfig"]
     assert cluster.get("enableInTreeAutoscaling", False) is (config.autoscaling is not None)
@@ -143,6 +145,17 @@ def closed(security: dict[str, Any], name: str) -> None:
     assert security["allowPrivilegeEscalation"] is False, name
     assert security["readOnlyRootFilesystem"] is True, name
     assert security["capabilities"] == {"drop": ["ALL"]}, name
+
+
+def test_workers_are_on_nodes_of_their_own_where_there_are_enough(rendered: Rendered) -> None:
+    service = ray_service(rendered)
+    head, workers = groups(service)
+    (spread,) = workers.pod["topologySpreadConstraints"]
+    assert spread["topologyKey"] == "kubernetes.io/hostname"
+    assert spread["whenUnsatisfiable"] == "ScheduleAnyway"
+    counted = spread["labelSelector"]["matchLabels"].items()
+    assert counted <= pod_labels(service, workers).items()
+    assert not counted <= pod_labels(service, head).items()
 
 
 def test_a_digest_pins_the_image_of_every_container() -> None:

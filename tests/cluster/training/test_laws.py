@@ -14,6 +14,7 @@ from cluster.training.job import Job
 from cluster.training.laws import CAPACITIES, SHARES, laws_of, measure_laws, shares_of
 from cluster.training.settings import JobSettings
 from replicas.config import ReplicaConfig
+from replicas.errors import TrainingRefused
 from replicas.training import DRAFT_LEN, Point
 from tests.cluster.training.targets import save_data, save_target
 
@@ -55,7 +56,13 @@ def test_each_capacity_is_measured_after_each_token_count_once(tmp_path: Path) -
     assert len(laws.points) == len(CAPACITIES) * len(SHARES)
     assert len({point.parameters for point in laws.points}) == len(CAPACITIES)
     assert len({point.tokens for point in laws.points}) == len(SHARES)
+    drawn = (out / "laws.svg").read_text()
+    assert all(
+        f"{size / 1e6:.1f} M parameters" in drawn for size in {p.parameters for p in laws.points}
+    )
     said = [line for line in lines if line.startswith("width")]
+    with pytest.raises(TrainingRefused, match=r"^out: .*--resume goes on"):
+        measure_laws(job(settings), 0.01)
     again = measure_laws(job(replace(settings, resume=True)), 0.01)
     assert again.points == laws.points
     assert [line for line in lines if line.startswith("width")] == said

@@ -129,6 +129,11 @@ def test_rows_of_any_length_read_back_what_was_written(by_head: bool) -> None:
             assert torch.equal(read, expected)
 
 
+def test_a_pass_over_ranges_is_as_wide_as_the_longest_of_them() -> None:
+    layout = device_ranges(table_of([9, 4]), [(5, 9), (3, 4)], SHAPE)
+    assert (layout.width, layout.tokens) == (4, 5)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_gather_by_head_has_each_rows_blocks_in_the_order_that_attention_reads(
     dtype: torch.dtype,

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from replicas.errors import TrainingRefused
 from replicas.training.batches import divided, epoch_batches
 from replicas.training.conversations import Conversation, ConversationFolder, DrawCounts
 from replicas.training.features import FeatureFolder
@@ -40,7 +41,9 @@ def drawn(folder: Path, count: int = 60) -> ConversationFolder:
     return made
 
 
-def training(root: Path, settings: TrainSettings = SETTINGS, method: str = "eagle3") -> Training:
+def training(
+    root: Path, settings: TrainSettings = SETTINGS, method: str = "eagle3", vocab: int = 61
+) -> Training:
     target, kind = copy.deepcopy(target_model("llama")), METHODS[method]
     layers = kind.aux_layers(target.config.num_hidden_layers)
     folder = ConversationFolder(root / "ids")
@@ -51,10 +54,20 @@ def training(root: Path, settings: TrainSettings = SETTINGS, method: str = "eagl
     for _ in features.fill(folder, target, layers):
         pass
     items, _ = divided(folder)
-    vocab = 61 if kind.prunes else VOCAB
     start = Start.of(kind, target, vocab, 48, folder, features, items, 0)
     head = start.head(target.config)
     return Training(head, features, items, replace(settings, unroll=kind.unroll))
+
+
+def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint"
+    training(tmp_path, method="clover").save(path)
+    with pytest.raises(TrainingRefused, match=r"^resume: .*checkpoint does not fit this run: "):
+        training(tmp_path).load(path)
+    for broken in (b"", b"no checkpoint", path.read_bytes()[:5000]):
+        path.write_bytes(broken)
+        with pytest.raises(TrainingRefused, match=r"^resume: .*checkpoint does not fit this run: "):
+            training(tmp_path).load(path)
 
 
 @pytest.mark.parametrize("method", METHODS)

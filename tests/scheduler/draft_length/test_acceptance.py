@@ -10,7 +10,7 @@ from hypothesis import given, strategies as st
 from scheduler.draft_length.acceptance import (
     CLASS_TRIES,
     FIRST_GUESS,
-    Acceptance,
+    AcceptanceRates,
     goodputs,
     likelihoods,
 )
@@ -34,7 +34,7 @@ def step(rng: Random, acceptance: float, draft_len: int) -> RowResult:
 
 def test_a_sequence_comes_to_its_own_acceptance_whatever_the_others_do() -> None:
     rng = Random(0)
-    known = Acceptance()
+    known = AcceptanceRates()
     easy, hard = sequence("easy"), sequence("hard")
     means = {id(easy): [], id(hard): []}
     for at in range(600):
@@ -49,7 +49,7 @@ def test_a_sequence_comes_to_its_own_acceptance_whatever_the_others_do() -> None
 
 def test_a_new_sequence_is_expected_to_be_like_the_others_of_its_class() -> None:
     rng = Random(1)
-    known = Acceptance()
+    known = AcceptanceRates()
     assert known.of([sequence("first")])[0] == pytest.approx(FIRST_GUESS)
     old = sequence("old")
     for _ in range(300):
@@ -63,7 +63,7 @@ def test_a_new_sequence_is_expected_to_be_like_the_others_of_its_class() -> None
 
 def test_a_row_that_drafts_nothing_comes_back_to_what_its_class_shows() -> None:
     rng = Random(3)
-    known = Acceptance()
+    known = AcceptanceRates()
     one, other = sequence("one"), sequence("other")
     for _ in range(30):
         known.observe([(one, step(rng, 0.0, 4))])
@@ -77,7 +77,7 @@ def test_a_row_that_drafts_nothing_comes_back_to_what_its_class_shows() -> None:
 
 def test_a_change_is_seen_within_twenty_steps() -> None:
     rng = Random(2)
-    known = Acceptance()
+    known = AcceptanceRates()
     one = sequence("one")
     for _ in range(100):
         known.observe([(one, step(rng, 0.95, 4))])
@@ -88,7 +88,7 @@ def test_a_change_is_seen_within_twenty_steps() -> None:
 
 def test_each_step_fades_the_past_by_the_same_share() -> None:
     """So a batch of several steps counts as those steps one by one that saw nothing before it."""
-    known, one, two = Acceptance(), sequence("one"), sequence("two")
+    known, one, two = AcceptanceRates(), sequence("one"), sequence("two")
     for row in (one, two):
         known.observe([(row, RowResult("a", (), 1, 9, (3, 2), (4, 3)))])
     assert (one.tried, one.agreed) == (7, 5)
@@ -101,7 +101,7 @@ def test_each_step_fades_the_past_by_the_same_share() -> None:
 
 
 def test_a_class_weighs_all_its_tries_alike_until_it_forgets() -> None:
-    known, one = Acceptance(), sequence("one")
+    known, one = AcceptanceRates(), sequence("one")
     for accepted in (10, 0, 20):
         known.observe([(one, RowResult("a", (), 1, 9, (accepted,), (20,)))])
     guessed = known.overall(greedy=False)

@@ -255,6 +255,21 @@ def test_a_token_ends_the_quarantine() -> None:
     assert "q0" not in hand.finishes
 
 
+def test_each_death_after_the_first_keeps_a_row_four_tokens_longer_in_quarantine() -> None:
+    hand, name = crowd(1, failures_max=9), "r"
+    cleared_after = []
+    for death in range(4):
+        hand.lose(name)
+        name = f"r{death}"
+        hand.join(name)
+        tokens = 0
+        while hand.sequences()[0].quarantined:
+            hand.done(hand.settle(name)[0])
+            tokens += 1
+        cleared_after.append(tokens)
+    assert cleared_after == [1, 5, 9, 13]
+
+
 def test_a_row_that_kills_again_and_again_fails_even_if_it_commits_between() -> None:
     hand = Hand(failures_max=2, draft_len=0, steps_per_batch_max=1)
     name = "r0"

@@ -75,6 +75,21 @@ def test_no_class_starves_under_a_flood_of_a_higher_one() -> None:
     assert second <= 4 * AGE_S + 2
 
 
+def test_what_a_tenant_was_served_stays_known_while_hundreds_of_others_come_and_go() -> None:
+    queue = queue_of(sequence(0, tenant="patient"))
+    tenants = ["greedy", *(f"visitor {number}" for number in range(200))]
+    for number, tenant in enumerate(tenants, 1):  # each placed out of turn: it fits, others do not
+        placed = sequence(number, tenant=tenant, tokens=10_000 if tenant == "greedy" else 10)
+        queue.add(placed)
+        queue.remove(placed)
+        queue.charge(placed)
+    queue.add(sequence(300, tenant="greedy"))
+    queue.add(sequence(301, tenant="visitor 7"))
+    queue.add(sequence(302, tenant="new"))
+    queue.check_integrity()
+    assert list(queue) == ["0", "302", "301", "300"]
+
+
 def test_one_whose_tenant_was_served_most_passes_a_higher_class_all_the_same() -> None:
     """Though a tenant served less always has a young request before it, and takes it back."""
     served, low = sequence(0, 0.0, Priority.LOW, "served"), Priority.LOW

@@ -26,6 +26,7 @@ from cluster.frontend.tools import (
     NamedTool,
     Tool,
     ToolChoice,
+    ToolName,
     ToolUse,
 )
 
@@ -81,7 +82,7 @@ def _text(blocks: str | Sequence[Block]) -> str:
 class MessageTool(Known, BaseModel):
     place: ClassVar = "anthropic.tools."
     type: Literal["custom"] = "custom"
-    name: str
+    name: ToolName
     description: str = ""
     input_schema: dict[str, Any] = {}
     strict: bool = False

@@ -27,3 +27,27 @@ capabilities: {drop: [ALL]}
 {{- define "lockstep.modelsFolder" -}}
 /models{{ if .Values.models.download }}/{{ include "lockstep.modelsHash" . }}{{ end }}
 {{- end }}
+
+{{- define "lockstep.settings" -}}
+# The settings that follow from other values; `settings` is laid over them.
+{{- if lt .Values.pods.min .Values.pods.max }}
+autoscaling:
+  min_replicas: {{ mul .Values.pods.min .Values.gpu.replicasPerPod }}
+  max_replicas: {{ mul .Values.pods.max .Values.gpu.replicasPerPod }}
+actors: {surge: true}
+{{- else }}
+{{- if hasKey .Values.settings "autoscaling" }}
+{{- fail "settings.autoscaling: needs pods.max above pods.min" }}
+{{- end }}
+replicas: {{ mul .Values.pods.max .Values.gpu.replicasPerPod }}
+{{- end }}
+replica:
+  target: {{ include "lockstep.modelsFolder" . }}/target
+  {{- if .Values.models.draft }}
+  speculative_config: {method: draft_model, model: {{ include "lockstep.modelsFolder" . }}/draft}
+  {{- end }}
+  tensor_parallel: {{ .Values.gpu.perReplica }}
+scheduler: {timeout_s_max: {{ .Values.requestSecondsMax }}}
+server: {served_model_name: {{ .Values.models.target | quote }}}
+auth: {keys_file: /etc/lockstep/keys.yaml}
+{{- end }}

@@ -151,17 +151,22 @@ def test_the_system_and_thoughts_come_to_the_template() -> None:
 
 
 async def test_refusals_are_shaped_as_its_clients_read_them() -> None:
+    nameless = {"messages": ASKED, "tools": [{"name": ""}]}
     async with served_tiny(HERMES_TEMPLATE) as (_made, app):
         for path, fields, status, kind in (
             ("messages", {"messages": ASKED}, 400, "invalid_request_error"),
             ("messages", FIELDS | {"model": "other"}, 404, "not_found_error"),
             ("messages", FIELDS | {"temperature": -1}, 400, "invalid_request_error"),
             ("messages/count_tokens", {"messages": []}, 400, "invalid_request_error"),
+            ("messages", FIELDS | nameless, 400, "invalid_request_error"),
+            ("messages/count_tokens", nameless, 400, "invalid_request_error"),
         ):
             refused = await post(app, path, **fields)
             assert (refused.status, refused.error["type"]) == (status, kind)
             assert refused.json["type"] == "error"
             assert refused.error["message"]
+        wrong = await post(app, "messages/count_tokens", **nameless)
+        assert wrong.error["message"].startswith("tools.0.name: must be 1 to 64 of the characters")
 
 
 def test_its_clients_send_keys_in_a_header_of_their_own() -> None:
