@@ -320,6 +320,8 @@ class Answer:
                 # Else what is held back stays so: a continuation from these tokens gives it, whole.
                 sequence.finish()
         now_s = time.monotonic()
+        token = self._end_token(sequence, finish)
+        asked_for = token in self.call.stop_token_ids
         return SequenceEnd(
             reason=FinishReason.STOP if sequence.stop is not None else finish.reason,
             prompt_tokens=len(live.request.prompt),
@@ -327,7 +329,8 @@ class Answer:
             usage=finish.usage,
             seed=self.seed(sequence.index),
             stop=sequence.stop,
-            stop_token=self._stop_token(sequence, finish),
+            stop_token=token if asked_for else None,
+            end_token=None if asked_for else token,
             reasoning_tokens=sequence.reasoning_tokens,
             message=finish.message,
             first_token_s=(live.first_s or now_s) - self._arrived_s,
@@ -336,11 +339,11 @@ class Answer:
             refusal=refusal,
         )
 
-    def _stop_token(self, sequence: AnswerSequence, finish: Finish) -> int | None:
+    def _end_token(self, sequence: AnswerSequence, finish: Finish) -> int | None:
         if sequence.stop is not None or finish.reason is not FinishReason.STOP:
             return None
-        ended_by = set(sequence.live.tokens[-1:]) & set(self.call.stop_token_ids)
-        return next(iter(ended_by), None)
+        live = sequence.live
+        return next(iter(set(live.tokens[-1:]) & set(live.request.stop_token_ids)), None)
 
     def _finish(self, live: InFlightRequest) -> Finish:
         """What the pool said of a request that has ended. Raises Refused where it served none."""

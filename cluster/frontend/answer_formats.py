@@ -58,12 +58,14 @@ class CallFormats:
         return self.reasoning.opened_by(self.text.tokenizer.decode(tail, skip_special_tokens=False))
 
     def readers(
-        self, opened: bool | None, use: ToolUse | None
+        self, opened: bool | None, call: GenerateCall
     ) -> tuple[ReasoningReader | None, ToolReader | None]:
         """Of one sequence."""
         reasoning = tools = None
+        use = call.tools
         if self.reasoning is not None:
-            reasoning = ReasoningReader(self.reasoning, opened)
+            apart, whole = call.separate_reasoning, not call.stream_reasoning
+            reasoning = ReasoningReader(self.reasoning, opened, apart, whole)
         if self.tools is not None and use is not None:
             tools = ToolReader(self.tools, use.schemas, use.parallel, use.forced)
         return reasoning, tools

@@ -90,6 +90,10 @@ class GenerateCall:
     tools: ToolUse | None = None
     include_reasoning: bool = True
     """Whether the answer tells of its reasoning."""
+    separate_reasoning: bool = True
+    """Whether it does so apart from its text."""
+    stream_reasoning: bool = True
+    """Whether it does so while the reasoning goes on."""
     thinking_token_budget: int | None = None
     """Tokens of reasoning, at most."""
     logprobs: int | None = None
@@ -141,6 +145,8 @@ class SequenceEnd:
     """The stop string that ended it."""
     stop_token: int | None
     """The token among the call's `stop_token_ids` that ended it."""
+    end_token: int | None
+    """The token that ended it, where none of them did: one of the target's own."""
     reasoning_tokens: int
     """Of the new ones."""
     message: str

@@ -279,7 +279,7 @@ class FrontendService:
             for request in requests:
                 rules = call.text_rules(request.stop_token_ids, formats.shown)
                 text = TextStream(self.text.tokenizer, request.prompt, rules)
-                answer.submit(request, text, *formats.readers(opened, call.tools))
+                answer.submit(request, text, *formats.readers(opened, call))
         except BaseException:
             answer.cancel()
             raise

@@ -37,6 +37,7 @@ MEANINGS: Mapping[StatusCode, Meaning] = {
     StatusCode.PERMISSION_DENIED: Meaning(403, final=True),
     StatusCode.NOT_FOUND: Meaning(404, final=True),
     StatusCode.UNIMPLEMENTED: Meaning(405, final=True),
+    StatusCode.OUT_OF_RANGE: Meaning(413, final=True),
     StatusCode.ALREADY_EXISTS: Meaning(409, final=True),
     StatusCode.RESOURCE_EXHAUSTED: Meaning(429, final=False),
     StatusCode.CANCELLED: Meaning(499, final=True),

@@ -10,6 +10,8 @@ from typing import Any, Literal
 
 from scheduler.errors import InvalidRequest
 
+_COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""As a schema alone is written."""
 BYTES_MAX = 1 << 16
 """Of a schema, an expression or a grammar."""
 
@@ -68,6 +70,12 @@ class Markup:
             parts += [_quoted(text[at : found.start()]), f"<[{self._special[found[0]]}]>"]
             at = found.end()
         return " ".join(filter(None, [*parts, _quoted(text[at:])]))
+
+
+def json_rule(schema: Any) -> str:
+    """A document of this schema, in Lark."""
+    compact = {**schema, "x-guidance": _COMPACT} if isinstance(schema, dict) else schema
+    return f"%json {json.dumps(compact)}"
 
 
 def _quoted(text: str) -> str:

@@ -57,8 +57,8 @@ def check_model(service: FrontendService, name: str | None) -> str:
 async def read_body(request: Request, bytes_max: int, parse: Callable[[dict[str, Any]], T]) -> T:
     """What `parse` makes of the body's fields; it may raise InvalidRequest, too.
 
-    Raises InvalidRequest for a body that is too long, too slow or no JSON object, and Refused where
-    the client leaves before its end.
+    Raises InvalidRequest for a body that is too slow or no JSON object, and Refused for one that is
+    too long, or where the client leaves before its end.
     """
     body = bytearray()
     try:
@@ -66,7 +66,8 @@ async def read_body(request: Request, bytes_max: int, parse: Callable[[dict[str,
             async for part in request.stream():
                 body += part
                 if len(body) > bytes_max:
-                    raise InvalidRequest("request", f"the body has more than {bytes_max} bytes")
+                    message = f"request: the body has more than {bytes_max} bytes"
+                    raise Refused(Refusal(StatusCode.OUT_OF_RANGE, message, field="request"))
     except TimeoutError:
         reason = f"the body did not come within {_BODY_S:.0f} s"
         raise InvalidRequest("request", reason) from None

@@ -173,7 +173,9 @@ class OpenAIAnswer:
             if reason == "stop" and written.sequence.called:
                 functions = isinstance(asked, ChatRequest) and asked.calls_functions
                 reason = "function_call" if functions else "tool_calls"
-            said["stop_reason"] = end.stop if end.stop_token is None else end.stop_token
+            stop = said["stop_reason"] = end.stop if end.stop_token is None else end.stop_token
+            # SGLang's name; it tells of the target's own tokens, too.
+            said["matched_stop"] = end.end_token if stop is None else stop
         return {"index": delta.index, **said, "finish_reason": reason}
 
     def _asked_of_prompt(self, written: _Written) -> dict[str, Any]:
@@ -191,9 +193,11 @@ class OpenAIAnswer:
 
     def _turn(self, text: str, delta: Delta, first: bool) -> dict[str, Any]:
         """The assistant's whole turn, or what a delta adds to it."""
-        reasoning = delta.reasoning
-        # vLLM's name, and that of most others.
-        told = {"reasoning": reasoning, "reasoning_content": reasoning} if reasoning else {}
+        reasoning = delta.reasoning or None
+        # vLLM's name, and that of most others, whose clients read it where there is none, too.
+        told = {"reasoning_content": reasoning}
+        if reasoning or not self.asked.stream:
+            told["reasoning"] = reasoning
         functions = isinstance(self.asked, ChatRequest) and self.asked.calls_functions
         if not self.asked.stream:
             made = [_called(call.whole) for call in delta.calls if call.whole is not None]
@@ -218,7 +222,9 @@ class OpenAIAnswer:
         new = sum(written.place.tokens for written in self._written)
         new += len(self.asked.committed_token_ids)
         given = sum(len(each.sequence.prompt) for each in self._written[:: self.asked.n])
-        return {"prompt_tokens": given, "completion_tokens": new, "total_tokens": given + new}
+        counts = {"prompt_tokens": given, "completion_tokens": new, "total_tokens": given + new}
+        thought = sum(written.sequence.reasoning_tokens for written in self._written)
+        return counts | {"reasoning_tokens": thought}
 
     def _costs(self) -> dict[str, Any]:
         """The usage, of a single sequence how fast it was written and how speculation went, and of

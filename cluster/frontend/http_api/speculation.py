@@ -53,13 +53,15 @@ def usage(ends: Mapping[int, SequenceEnd], choices: int) -> dict[str, Any]:
     given = sum(end.prompt_tokens for end in prompts)
     drafted = sum(end.usage.draft_tokens for end in ends.values())
     accepted = sum(end.usage.accepted_tokens for end in ends.values())
+    thought = sum(end.reasoning_tokens for end in ends.values())
     return {
         "prompt_tokens": given,
         "completion_tokens": new,
         "total_tokens": given + new,
+        "reasoning_tokens": thought,  # SGLang's place
         "prompt_tokens_details": {"cached_tokens": sum(end.usage.cached_tokens for end in prompts)},
         "completion_tokens_details": {
-            "reasoning_tokens": sum(end.reasoning_tokens for end in ends.values()),
+            "reasoning_tokens": thought,
             "accepted_prediction_tokens": accepted,
             "rejected_prediction_tokens": drafted - accepted,
         },

@@ -22,9 +22,19 @@ class _Place(Enum):
 class ReasoningReader:
     """Of one answer."""
 
-    def __init__(self, form: ReasoningFormat, opened: bool | None) -> None:
-        """`opened`: as of `ReasoningFormat.opened_by`."""
+    def __init__(
+        self,
+        form: ReasoningFormat,
+        opened: bool | None,
+        apart: bool = True,
+        whole: bool = False,
+    ) -> None:
+        """`opened`: as of `ReasoningFormat.opened_by`; `apart`: else all text is the rest, as it
+        is; `whole`: reasoning is given out when it ends, in one piece."""
         self._form = form
+        self._apart, self._whole = apart, whole
+        self._kept = ""
+        """Reasoning that has no end yet, where it is given out whole."""
         self._place = {True: _Place.WITHIN, False: _Place.BEHIND, None: _Place.UNDECIDED}[opened]
         self._edge = opened is not None
         """Whether white space that comes next is dropped."""
@@ -47,6 +57,16 @@ class ReasoningReader:
 
     def push(self, text: str, ended: bool = False) -> tuple[str, str]:
         """The reasoning and the rest that this adds; `ended`: nothing comes any more."""
+        reasoning, rest = self._parted(text, ended)
+        if not self._apart:
+            return "", text
+        if self._whole:
+            reasoning, self._kept = self._kept + reasoning, ""
+            if self.within and not ended:
+                self._kept, reasoning = reasoning, ""
+        return reasoning, rest
+
+    def _parted(self, text: str, ended: bool) -> tuple[str, str]:
         self._held += text
         reasoning, rest = "", ""
         moved = True

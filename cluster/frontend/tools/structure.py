@@ -6,11 +6,10 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from cluster.frontend.structure import Markup, Structure
+from cluster.frontend.structure import Markup, Structure, json_rule
 from cluster.frontend.tools.formats import ToolFormat
 from cluster.frontend.tools.use import ToolUse
 
-_COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _ANYTHING = r"/(?s:.*)/"
 
 
@@ -86,7 +85,7 @@ class _Rules:
         function, name = self._offered[number], f"a{number}"
         schema = function.schema_of_arguments if self._bound[number] else {"type": "object"}
         if self._form.arguments in ("object", "head"):
-            self._lines.append(f"{name}: {_json(schema)}")
+            self._lines.append(f"{name}: {json_rule(schema)}")
             return name
         properties = schema.get("properties")
         properties = properties if isinstance(properties, dict) else {}
@@ -105,7 +104,7 @@ class _Rules:
         """The rule of one argument with its name."""
         literal, form = self._markup.literal, self._form
         if form.arguments == "python":
-            self._lines.append(f"{name}: {literal(key + '=')} {_json(schema)}")
+            self._lines.append(f"{name}: {literal(key + '=')} {json_rule(schema)}")
             return name
         before, behind = form.key[0] + key + form.key[1] + form.value[0], form.value[1]
         if schema.get("type") == "string":
@@ -119,7 +118,7 @@ class _Rules:
                 self._lines.append(f"{name}_t[suffix={json.dumps(behind)}]: {_ANYTHING}")
                 value = f"{name}_t"
         else:
-            value = f"{_json(schema)} {literal(behind)}"
+            value = f"{json_rule(schema)} {literal(behind)}"
         self._lines.append(f"{name}: {literal(before)} {value}")
         return name
 
@@ -139,10 +138,6 @@ class _Rules:
             for at, rule in enumerate(optional)
         ]
         return f"({' | '.join(starts)})?" if starts else '""'
-
-
-def _json(schema: Mapping[str, Any]) -> str:
-    return "%json " + json.dumps({**schema, "x-guidance": _COMPACT})
 
 
 def _escaped(text: str) -> str:

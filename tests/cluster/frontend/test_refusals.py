@@ -81,6 +81,10 @@ GRPC: Rows = [
 ]
 TOO_LONG = "prompt: the maximum context length is 1024 tokens, "
 A_PROMPT = "must be a text, a list of token ids, or a list of either, is"
+FORM: dict[str, Any] = {"type": "const_string", "value": "a"}
+for _ in range(17):
+    FORM = {"type": "or", "elements": [FORM]}
+DEEP = {"type": "structural_tag", "format": FORM}
 COMPLETIONS: Rows = [
     ({"temprature": 1}, "temprature: unknown name; did you mean temperature?"),
     ({"prompt": []}, f"prompt: {A_PROMPT} []"),
@@ -111,6 +115,8 @@ COMPLETIONS: Rows = [
     ({"ebnf": "root ::= nothing"}, "ebnf: no GBNF: Rule 'nothing' not found"),
     ({"structured_outputs": {"structural_tag": "[]"}}, "structured_outputs: must be the text of"),
     ({"structured_outputs": {"structural_tag": {}}}, "structured_outputs: structures: must be"),
+    ({"response_format": {"type": "structural_tag", "format": {}}}, "response_format: format: its"),
+    ({"response_format": DEEP}, "response_format: format: more than 16 forms within each other"),
     ({"allowed_token_ids": [5], "bad_words": ["a"]}, "allowed_token_ids: not together with"),
     ({"allowed_token_ids": [99999]}, "allowed_token_ids: "),
     ({"logprob_token_ids": [5]}, "logprob_token_ids: only with logprobs"),

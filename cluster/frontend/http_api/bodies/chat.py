@@ -35,6 +35,8 @@ class ChatRequest(GenerationRequest, TemplateOptions, BaseModel):
     reasoning_effort: str | None = None
     enable_thinking: bool | None = None
     include_reasoning: bool = True
+    separate_reasoning: bool = True
+    stream_reasoning: bool = True
     thinking_token_budget: int | None = None
     echo: bool = False
     add_special_tokens: bool = False
@@ -58,6 +60,10 @@ class ChatRequest(GenerationRequest, TemplateOptions, BaseModel):
             raise ValueError("top_logprobs: only with logprobs")
         if self.functions and self.tools:
             raise ValueError("functions: tools are given as well")
+        if not self.separate_reasoning and (self.tools or self.functions):
+            raise ValueError("separate_reasoning: must be true with tools")
+        if not self.separate_reasoning and not self.include_reasoning:
+            raise ValueError("separate_reasoning: must be true without include_reasoning")
         return self
 
     @property
@@ -116,6 +122,8 @@ class ChatRequest(GenerationRequest, TemplateOptions, BaseModel):
         return replace(
             super().to_call(caller, request_id),
             include_reasoning=self.include_reasoning,
+            separate_reasoning=self.separate_reasoning,
+            stream_reasoning=self.stream_reasoning,
             thinking_token_budget=None if budget == -1 else budget,  # others' word for no limit
         )
 

@@ -170,8 +170,8 @@ PARAMETERS: Mapping[str, Parameter] = {
     "reasoning_effort": _supported("for the chat template; `none`: no reasoning"),
     "enable_thinking": _supported("for the chat template"),
     "include_reasoning": _supported("whether the answer includes its reasoning"),
-    "separate_reasoning": _refused("reasoning is always separate, see `--reasoning-parser`", True),
-    "stream_reasoning": _refused("reasoning is always streamed", True),
+    "separate_reasoning": _supported("false: reasoning is part of the text; not with tools"),
+    "stream_reasoning": _supported("false: a stream gives reasoning in one piece, at its end"),
     "thinking": _refused("send `chat_template_kwargs`"),
     "thinking_token_budget": _supported("maximum of reasoning tokens; -1: no limit"),
     # ---------------------------------------------------------------- what is told

@@ -193,6 +193,8 @@ class ResponsesRequest(GenerationRequest, BaseModel):
             raise ValueError("n: a response is one answer")
         if self.background and not self.store:
             raise ValueError("background: background can only be used when `store` is true")
+        if not (self.previous_response_id or "resp_").startswith("resp_"):
+            raise ValueError("previous_response_id: must begin with 'resp_'")
         if self.background and self.stream:
             raise ValueError("background: not with stream")
         if self.text is not None and self.text.format is not None and self.response_format:

@@ -108,6 +108,8 @@ class MessagesAnswer:
                 self._content[-1]["input"] = json_object(self._arguments)
             except ValueError:
                 self._content[-1]["input"] = {}  # the call was cut
+        if self._open == "thinking":
+            yield self._delta(type="signature_delta", signature="")
         self._open = ""
         yield {"type": "content_block_stop", "index": len(self._content) - 1}
 

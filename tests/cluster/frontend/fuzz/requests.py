@@ -165,7 +165,7 @@ RANGES |= {
         *("skip_special_tokens", "return_tokens_as_token_ids"),
         *("add_generation_prompt", "continue_final_message"),
         *("speculative_decoding_stats", "guided_json_object"),
-        *("enable_thinking", "include_reasoning"),
+        *("enable_thinking", "include_reasoning", "separate_reasoning", "stream_reasoning"),
     )
 }
 RANGES |= dict.fromkeys(("user", "cache_salt"), TEXT)

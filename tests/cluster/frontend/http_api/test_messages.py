@@ -130,6 +130,9 @@ async def test_reasoning_and_a_stop_string_are_told(stream: bool) -> None:
         ends(made, live, FinishReason.STOP)
         answer = await call
         message = together(answer) if stream else answer.json
+        if stream:  # a thought ends with its signature
+            thought, _, text = answer.body.partition(b"content_block_stop")
+            assert (b'"signature_delta"' in thought, b'"signature_delta"' in text) == (True, False)
         thinking = {"type": "thinking", "thinking": "I see.", "signature": ""}
         assert message["content"] == [thinking, {"type": "text", "text": "Y"}]
         assert (message["stop_reason"], message["stop_sequence"]) == ("stop_sequence", "es")

@@ -54,6 +54,7 @@ async def test_an_answer_is_the_one_of_the_grpc_api(chat: bool) -> None:
         assert whole["object"] == ("chat.completion" if chat else "text_completion")
         [choice] = whole["choices"]
         said = {"role": "assistant", "content": plain.text}
+        said |= {"reasoning": None, "reasoning_content": None}
         assert choice["message" if chat else "text"] == (said if chat else plain.text)
         assert choice["finish_reason"] == "length"
         prompt, usage = plain.end.usage.prompt_tokens, whole["usage"]
@@ -83,6 +84,33 @@ async def test_the_model_is_listed_and_no_other_is_served() -> None:
             assert (answer.status, answer.error["param"]) == (404, "model")
         for path in ("/v1/models", f"/v1/models/{MODEL}"):
             assert (await http(app, path=path, client="192.0.2.7")).status == 401
+
+
+@pytest.mark.parametrize("chat", [True, False])
+async def test_a_choice_names_what_ended_it(chat: bool) -> None:
+    """`stop_reason` as vLLM has it, `matched_stop` as SGLang has it."""
+    async with served_tiny(HERMES_TEMPLATE) as (_made, app):
+        fields: dict[str, Any] = {"max_tokens": 12, "temperature": 0, "return_token_ids": True}
+        fields |= {"messages": TURNS_JSON} if chat else {"prompt": PROMPT}
+        path = "chat/completions" if chat else "completions"
+
+        async def ended(**more: Any) -> list[tuple[Any, ...]]:
+            whole = await post(app, path, **fields, **more)
+            streamed = await post(app, path, **fields, **more, stream=True)
+            last = events(streamed)[-1]
+            return [
+                (choice["finish_reason"], choice["stop_reason"], choice["matched_stop"])
+                for [choice] in (whole.json["choices"], last["choices"])
+            ]
+
+        assert await ended() == [("length", None, None)] * 2
+        [plain] = (await post(app, path, **fields)).json["choices"]
+        token = plain["token_ids"][3]
+        assert await ended(stop_token_ids=[token]) == [("stop", token, token)] * 2
+        text = plain["message"]["content"] if chat else plain["text"]
+        assert await ended(stop=text[2:4]) == [("stop", text[2:4], text[2:4])] * 2
+        # The target's own end, which vLLM does not name.
+        assert await ended(logit_bias={"0": 100}) == [("stop", None, 0)] * 2
 
 
 async def test_an_answer_of_one_sequence_says_how_speculation_went() -> None:

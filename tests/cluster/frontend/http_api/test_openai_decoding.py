@@ -89,6 +89,8 @@ HTTP_ONLY = {
     "function_call": "another name of tool_choice",
     "reasoning_effort": "an option of the chat template",
     "enable_thinking": "an option of the chat template",
+    "separate_reasoning": "gRPC has a field for reasoning",
+    "stream_reasoning": "gRPC tells of it as it comes",
     "speculative_decoding_stats": "an End always has them",
 }
 PARTS: list[tuple[list[type[BaseModel]], Descriptor, set[str]]] = [
@@ -126,6 +128,29 @@ TAGGED = """start: (lead rest)* REST
 lead[lazy]: /(?s:.*)Th/
 rest: "e " %json {"enum": ["f", "g"]} "()"
 REST: /(?s:.*)/ & ~/(?s:.*)Th(?s:.*)/"""
+ONE = {"type": "const_string", "value": 'a/b "c"'}
+LETTERS = {"type": "regex", "pattern": "[a-z]{3,9}/"}
+FORMS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"choice": {"texts": [ONE["value"]]}}, ONE),
+    ({"json_schema": json.dumps(SCHEMA)}, {"type": "json_schema", "json_schema": SCHEMA}),
+    ({"regex": "[a-z]{3,9}/"}, LETTERS),
+    ({"regex": "[a-z]{3,9}/"}, {"type": "regex", "pattern": r"[a-z]{3,9}\/"}),
+    (
+        {"grammar": 'start: "<" /[a-z]{3,9}\\// ">" "a/b \\"c\\""'},
+        {
+            "type": "sequence",
+            "elements": [{"type": "tag", "begin": "<", "content": LETTERS, "end": ">"}, ONE],
+        },
+    ),
+    ({"regex": "[a-z]{3,9}/"}, {"type": "or", "elements": [LETTERS, LETTERS]}),
+]
+"""Structures, and structural tags that bind a whole text to the same."""
+
+
+def tag(form: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "structural_tag", "format": form}
+
+
 SAME = [
     ({"repetition_penalty": 1.4}, {}),
     ({"frequency_penalty": 1.0, "presence_penalty": -0.5}, {}),
@@ -155,6 +180,7 @@ SAME = [
     ({"choice": {"texts": ["yes", "no"]}}, {"guided_choice": ["yes", "no"]}),
     ({"grammar": 'start: "a" "b"+'}, {"guided_grammar": 'start: "a" "b"+'}),
     ({"grammar": 'start: "a" "b"+'}, {"ebnf": 'root ::= "a" "b"+'}),
+    *((bound, {"response_format": tag(form)}) for bound, form in FORMS),
     ({"grammar": TAGGED}, {"structured_outputs": {"structural_tag": TAGS}}),
     ({"grammar": TAGGED}, {"response_format": {"type": "structural_tag"} | TAGS}),
     ({"grammar": TAGGED}, {"response_format": {"type": "structural_tag", "format": FORMAT}}),

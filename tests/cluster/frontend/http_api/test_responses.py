@@ -195,6 +195,8 @@ async def test_what_is_stored_is_found_again_and_what_is_not_is_refused() -> Non
         ):
             assert answer.status == 404
             assert "not found" in answer.error["message"]
+        foreign = await post(app, "responses", input="b", previous_response_id="bad")
+        assert (foreign.status, foreign.error["param"]) == (400, "previous_response_id")
         assert (await get(app, kept.json["id"], "DELETE")).json["deleted"]
         assert (await get(app, kept.json["id"])).status == 404
 

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from copy import copy
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerFast
 
 from cluster.frontend.grpc_api.api import GrpcApi
 from cluster.frontend.http_api.app import http_app
+from cluster.frontend.pool_session import InFlightRequest
 from cluster.frontend.target_text import TargetText
 from protos import lockstep_pb2 as pb
 from replicas.grammars import Grammars
@@ -40,6 +41,7 @@ from tests.cluster.frontend.http_rig import (
     tiny_text,
 )
 from tests.cluster.frontend.rig import CONFIG, Context, asked, brings, ends, frontend, stream
+from tests.cluster.wire import until
 
 TEMPLATE = (
     "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}"
@@ -57,6 +59,7 @@ THINKER = replace(
     ),
 )
 WRITTEN = "<think>\nI see.\n</think>\n\nYes."
+THOUGHT = {"reasoning": "I see.", "reasoning_content": "I see."}
 
 
 def ids(text: str) -> list[int]:
@@ -95,12 +98,12 @@ async def test_reasoning_is_told_apart_and_counted(stream: bool) -> None:
         if stream:
             options["stream_options"] = {"include_usage": True}
         whole = await answered(made, WRITTEN, **options)
-        reasoning = {"reasoning": "I see.", "reasoning_content": "I see."}
-        assert said(whole, stream) == {"content": "Yes."} | reasoning
+        assert said(whole, stream) == {"content": "Yes."} | THOUGHT
         usage = (events(whole)[-1] if stream else whole.json)["usage"]
         within = ids(WRITTEN[: WRITTEN.index("</think>")])
         before = len(ids("<think>"))
         counted = usage["completion_tokens_details"]["reasoning_tokens"]
+        assert usage["reasoning_tokens"] == counted
         assert len(within) - before <= counted <= len(within) - before + len(ids("</think>"))
         hidden = await answered(made, WRITTEN, **options, include_reasoning=False)
         assert said(hidden, stream) == {"content": "Yes."}
@@ -112,6 +115,52 @@ async def test_reasoning_is_told_apart_and_counted(stream: bool) -> None:
         told = said(rest, stream)
         assert "I see.".endswith(told["reasoning"])
         assert told["content"] == "Yes."
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_reasoning_may_be_part_of_the_text(stream: bool) -> None:
+    async with frontend(replicas=0, text=THINKER) as made:
+        whole = await answered(made, WRITTEN, stream=stream, separate_reasoning=False)
+        assert said(whole, stream) == {"content": WRITTEN}
+        options: dict[str, Any] = {"separate_reasoning": False, "messages": ASKED}
+        for more in ({"tools": TOOLS}, {"include_reasoning": False}):
+            refused = await post(http_app(made.service), "chat/completions", **options, **more)
+            assert refused.error["message"].startswith("separate_reasoning: must be true with")
+
+
+def has_taken(live: InFlightRequest, tokens: int) -> bool:
+    return len(live.tokens) == tokens and not live.changed.is_set()
+
+
+async def test_a_stream_may_give_its_reasoning_in_one_piece() -> None:
+    async with frontend(replicas=0, text=THINKER) as made:
+        fields = {"messages": ASKED, "stream": True, "stream_reasoning": False}
+        call = asyncio.ensure_future(post(http_app(made.service), "chat/completions", **fields))
+        live = await asked(made)
+        for count, token in enumerate(ids(WRITTEN), start=1):  # each in an event of its own
+            brings(made, live, [token])
+            await until(partial(has_taken, live, count))
+        ends(made, live, FinishReason.STOP)
+        answer = await call
+        assert said(answer, True) == {"content": "Yes."} | THOUGHT
+        deltas = [event["choices"][0]["delta"] for event in events(answer)]
+        assert len(deltas) > 2
+        told = [delta["reasoning_content"] for delta in deltas]
+        assert list(filter(None, told)) == ["I see."]
+
+
+async def test_what_tells_of_no_reasoning_says_so() -> None:
+    """Clients of other servers read the field of every turn and of every delta."""
+    async with frontend(replicas=0, text=THINKER) as made:
+        whole = await answered(made, "Yes.")
+        [choice] = whole.json["choices"]
+        nothing = dict.fromkeys(THOUGHT)
+        assert choice["message"] == {"role": "assistant", "content": "Yes."} | nothing
+        assert whole.json["usage"]["reasoning_tokens"] == 0
+        streamed = await answered(made, "Yes.", stream=True)
+        assert all(
+            event["choices"][0]["delta"]["reasoning_content"] is None for event in events(streamed)
+        )
 
 
 async def test_reasoning_is_told_over_grpc() -> None:
