@@ -255,6 +255,15 @@ def test_a_token_ends_the_quarantine() -> None:
     assert "q0" not in hand.finishes
 
 
+def test_a_request_that_was_cancelled_takes_no_part_in_the_death_of_its_replica() -> None:
+    hand = crowd(1, failures_max=1)
+    hand.cancel("q0")
+    assert hand.in_flight(), "its batch runs still"
+    assert hand.lose() == []
+    assert hand.finishes["q0"].reason is FinishReason.CANCELLED
+    assert not hand.records
+
+
 def test_each_death_after_the_first_keeps_a_row_four_tokens_longer_in_quarantine() -> None:
     hand, name = crowd(1, failures_max=9), "r"
     cleared_after = []

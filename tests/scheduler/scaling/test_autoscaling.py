@@ -282,6 +282,9 @@ def test_the_figure_follows_what_is_measured_of_all_replicas() -> None:
         idle = seen("b", busy_s, 50 * busy_s, 10 * busy_s, 1)
         meter.look(status(5, busy), status(0, idle))
     assert meter.tokens_per_s == 500.0
+    for second in (0, 1):
+        meter.look(status(0, seen("c", second, 1000 * second, second, 8)))
+    assert 510 < meter.tokens_per_s < 600, "one second of it moves the figure a little"
     for second in range(400):
         replicas = (seen(name, second, 1000 * second, second, 8) for name in "cd")
         meter.look(status(0, *replicas))
