@@ -89,7 +89,7 @@ def test_a_reader_that_goes_holds_nothing(cluster: HostedCluster, way: str) -> N
 
 def test_a_body_of_all_bytes_that_are_allowed_may_come_slowly(cluster: HostedCluster) -> None:
     most = cluster.config.frontend.message_bytes_max
-    for size, status in ((most, b"200"), (most + 1, b"400")):
+    for size, status in ((most, b"200"), (most + 1, b"413")):
         data = request(asked(cluster).ljust(size))
         with connected(cluster) as connection:
             for at in range(0, len(data), 1 << 18):
