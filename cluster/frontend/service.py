@@ -129,7 +129,7 @@ class FrontendService:
 
     @property
     def stopping(self) -> asyncio.Event:
-        """Set while the server accepts no new request."""
+        """Set while the server admits no new request."""
         return self.router.stopping
 
     def ready(self) -> bool:
