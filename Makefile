@@ -85,7 +85,7 @@ $(LOAD)/.done: tests/clients/load.txt
 	$(LOAD)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
 	touch $@
 
-loadtest: $(SETUP) $(LOAD)/.done  ## Locust and gRPC on replicas that come and go by load; verdicts and a picture (10 minutes)
+loadtest: $(SETUP) $(LOAD)/.done  ## Locust and gRPC on replicas that come and go by load; verdicts and a picture (11 minutes)
 	$(BIN)/python -m benchmarks.loadtest --json $(RESULTS)/loadtest.json --plot $(RESULTS)/loadtest.svg
 
 lint: $(SETUP)  ## style, types, and who may import whom

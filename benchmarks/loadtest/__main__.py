@@ -3,11 +3,12 @@
     make loadtest        or  python -m benchmarks.loadtest [--json FILE] [--plot FILE]
 
 Starts a Serve application of real replicas (the tiny pair) under autoscaling, and plays a ramp, a
-burst, nothing and a burst: one half by Locust over OpenAI's API, one half by our own client over
-gRPC, neither of which ever asks twice. Then the steady part once more on as many replicas, fixed;
-and the same profile on 256 simulated replicas. The exit status is 1 unless nothing was lost, the
-first answer came within the load of a model and three seconds, the steady part was near that of the
-fixed cluster, no replica was started and stopped within a phase, and none is left.
+burst, nothing and a longer burst: one half by Locust over OpenAI's API, one half by our own client
+over gRPC, neither of which ever asks twice. Then the second burst once more on as many replicas as
+served its steady half, fixed; and the same profile on 256 simulated replicas. The exit status is 1
+unless nothing was lost, the first answer came within the load of a model and three seconds, the
+steady half was near that of the fixed cluster, no replica was started and stopped within a phase,
+and none is left.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from benchmarks.loadtest.load_profile import (
     NEW_TOKENS,
     PHASES,
     PROMPT,
+    SECOND_BURST,
     STEADY,
     share_at,
 )
@@ -123,11 +125,12 @@ async def play(
                 watching = asyncio.create_task(watch(client, start_s, samples))
                 asked = []
                 for at_s in poisson(peak / 2, Random(1)):
-                    if from_s + at_s > min(to_s, LOAD_S):
+                    if at_s > min(to_s, LOAD_S):
                         break
-                    await asyncio.sleep(max(0.0, start_s + from_s + at_s - time.time()))
-                    if Random(at_s).random() < share_at(from_s + at_s):
-                        asked.append(asyncio.create_task(ask(client, start_s, ours)))
+                    if at_s < from_s or Random(at_s).random() >= share_at(at_s):
+                        continue
+                    await asyncio.sleep(max(0.0, start_s + at_s - time.time()))
+                    asked.append(asyncio.create_task(ask(client, start_s, ours)))
                 await asyncio.gather(*asked)
                 while to_s >= LOAD_S and time.time() - start_s < END_S:
                     if samples and time.time() - start_s > LOAD_S + 5 and not samples[-1]["wanted"]:
@@ -255,7 +258,8 @@ def main() -> int:
         sample["serving"] for sample in samples if STEADY.from_s <= sample["at"] < STEADY.to_s
     ]
     number = int(np.median(steady)) if steady else 1
-    fixed = run(settings(number or 1, args.grpc_port + 2), args.peak, STEADY.from_s, STEADY.to_s)
+    burst = SECOND_BURST
+    fixed = run(settings(number or 1, args.grpc_port + 2), args.peak, burst.from_s, burst.to_s)
     fixed_p99_s = p99_steady_s([*fixed[0], *fixed[1]])
     config = settings(None, args.grpc_port)
     virtual = simulate(load_s(samples), synthetic_spec(config.replica))

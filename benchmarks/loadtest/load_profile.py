@@ -16,16 +16,17 @@ PROFILE = (
     *((0, 0.1), (45, 0.4)),  # a ramp,
     *((45.1, 1.0), (85, 1.0)),  # a burst,
     *((85.1, 0.0), (125, 0.0)),  # nothing,
-    *((125.1, 1.0), (165, 1.0)),  # and a burst
-    *((165.1, 0.0), (166, 0.0)),
+    *((125.1, 1.0), (205, 1.0)),  # and a longer burst
+    *((205.1, 0.0), (206, 0.0)),
 )
 """(seconds, share of the peak); straight lines between."""
 PHASES = (
     *(Phase("ramp", 0, 45), Phase("burst", 45, 85), Phase("idle", 85, 125)),
-    *(Phase("second burst", 125, 165), Phase("end", 165, 330)),
+    *(Phase("second burst", 125, 205), Phase("end", 205, 370)),
 )
-STEADY = Phase("steady", 145, 165)
-"""The end of the second burst: what is wanted is there."""
+SECOND_BURST = PHASES[3]
+STEADY = Phase("steady", 165, 205)
+"""The second half of that burst: what is wanted is there."""
 LOAD_S = PROFILE[-1][0]
 END_S = PHASES[-1].to_s
 NEW_TOKENS = 96
