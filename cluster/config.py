@@ -79,8 +79,8 @@ class FrontendConfig(_Settings):
         1 << 20,
         ge=1,
         description="Maximum of log-probabilities in one call: for each token with"
-        " log-probabilities, 1 + the number of alternatives. A frontend holds about 130 bytes for"
-        " each.",
+        " log-probabilities, 1 + the number of alternatives. A frontend holds about 150 bytes for"
+        " a token and 8 for an alternative.",
     )
     coalesce_ms: float = Field(20.0, ge=0, description="Minimum time between chunks of a stream.")
     requests_max: int = Field(10_000, ge=1, description="Requests in flight per frontend.")

@@ -113,6 +113,12 @@ class SchedulerConfig(BaseModel):
         description="Maximum of stop token ids in a request, not counting the target's own end"
         " tokens.",
     )
+    max_logprobs: int = Field(
+        default=20,
+        ge=-1,
+        description="Maximum of log-probabilities that a request may ask for at each token. -1: no"
+        " limit, so that a request may ask for -1, the whole vocabulary.",
+    )
     timeout_s_max: float = Field(
         default=3600.0, gt=0, description="Longest deadline that a request may set."
     )

@@ -8,7 +8,11 @@ words, and what the grammar does not allow. Temperature and the filters of sampl
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass
+
+ENTRY = struct.Struct("<If")
+"""A token id and its log-probability, of which float32 keeps all bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +39,8 @@ class Decoding:
     grammar: str = ""
     """What the new tokens must be a text of, as llguidance's grammar; empty: anything."""
     logprobs: int | None = None
-    """Of each new token its log-probability, and of the so many likeliest ones in its place. None:
-    nothing is told."""
+    """Of each new token its log-probability, and of the so many likeliest ones in its place; -1: of
+    the whole vocabulary. None: nothing is told."""
     logprob_token_ids: tuple[int, ...] = ()
     """Of each new token these are told of, in place of the likeliest ones."""
     prompt_logprobs: int | None = None
@@ -66,6 +70,17 @@ class TokenLogprobs:
     """Of the token that stands there."""
     rank: int
     """Its rank by probability, from 1; tokens of equal logits share the best."""
-    top: tuple[tuple[int, float], ...] = ()
-    """The likeliest token ids and theirs, falling; of equals the lower id first. Or those of
-    `logprob_token_ids`, in their order."""
+    packed: bytes = b""
+    """`top` as it travels: of each token `ENTRY`, so that no process on the way reads what may be
+    a whole vocabulary."""
+
+    @property
+    def top(self) -> tuple[tuple[int, float], ...]:
+        """The likeliest token ids and theirs, falling; of equals the lower id first. Or those of
+        `logprob_token_ids`, in their order."""
+        return tuple(ENTRY.iter_unpack(self.packed))
+
+    @property
+    def told(self) -> int:
+        """How many log-probabilities it holds."""
+        return 1 + len(self.packed) // ENTRY.size

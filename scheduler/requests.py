@@ -285,6 +285,11 @@ class ReplicaSpec:
     """Share of first draft tokens that were right in such a trial; None: not tried."""
 
     @property
+    def logits_size(self) -> int:
+        """Tokens that have a logit, those included that only pad the embedding."""
+        return max(self.vocab_size, self.embedding_size)
+
+    @property
     def length_max(self) -> int:
         """Longest content, in tokens, that it can hold when it is empty."""
         if not self.kv_groups:

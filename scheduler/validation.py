@@ -23,8 +23,6 @@ PENALTY_MAX = 2.0
 BIAS_MAX = 100.0
 LOGIT_BIAS_MAX = 1024
 """Tokens that one request may bias."""
-LOGPROBS_MAX = 20
-"""Likeliest tokens that a request may be told in one place."""
 LOGPROB_IDS_MAX = 128
 """Tokens of its own choice that it may be told of in one place."""
 
@@ -62,6 +60,7 @@ def _objections(request: Request, config: SchedulerConfig, spec: ReplicaSpec | N
         yield "stop_token_ids", f"{stops} given, at most {stops_most} allowed"
     if request.decoding is not None:
         yield from _decoding(request.decoding, request, spec)
+        yield from _logprobs(request.decoding, config.max_logprobs, spec)
     if request.draft_len is not None and not 0 <= request.draft_len <= DRAFT_LEN_MAX:
         yield "draft_len", f"must be in [0, {DRAFT_LEN_MAX}], is {request.draft_len}"
     if request.timeout_s is not None:
@@ -77,7 +76,7 @@ def _objections(request: Request, config: SchedulerConfig, spec: ReplicaSpec | N
                 f"prompt ({len(request.prompt)}) + max_new_tokens ({request.max_new_tokens}) "
                 f"exceed the {spec.length_max} tokens that a replica can hold",
             )
-        embedded = max(spec.vocab_size, spec.embedding_size)
+        embedded = spec.logits_size
         yield from _vocabulary("prompt", request.prompt, spec.vocab_size)
         yield from _vocabulary("committed", request.committed, embedded)
         yield from _vocabulary("stop_token_ids", request.stop_token_ids, spec.vocab_size)
@@ -123,15 +122,6 @@ def _decoding(decoding: Decoding, request: Request, spec: ReplicaSpec | None) ->
     for token, bias in biases:
         if not abs(bias) <= BIAS_MAX:
             yield "logit_bias", f"must be in [{-BIAS_MAX:g}, {BIAS_MAX:g}], is {bias} of {token}"
-    for name in ("logprobs", "prompt_logprobs"):
-        count = getattr(decoding, name)
-        if count is not None and not 0 <= count <= LOGPROBS_MAX:
-            yield name, f"must be in [0, {LOGPROBS_MAX}], is {count}"
-    named = len(decoding.logprob_token_ids)
-    if named > LOGPROB_IDS_MAX:
-        yield "logprob_token_ids", f"{named} given, at most {LOGPROB_IDS_MAX} allowed"
-    if named and decoding.logprobs is None:
-        yield "logprob_token_ids", "only with logprobs"
     if not 0 <= decoding.min_tokens <= request.max_new_tokens:
         yield "min_tokens", f"must be in [0, max_new_tokens], is {decoding.min_tokens}"
     if decoding.grammar and (decoding.min_tokens or decoding.bad_words):
@@ -142,12 +132,31 @@ def _decoding(decoding: Decoding, request: Request, spec: ReplicaSpec | None) ->
     if allowed and decoding.min_tokens and set(allowed) <= set(request.stop_token_ids):
         yield "allowed_token_ids", "all of them end the text, which min_tokens forbids"
     if spec is not None:
-        embedded = max(spec.vocab_size, spec.embedding_size)
+        embedded = spec.logits_size
         yield from _vocabulary("allowed_token_ids", allowed, spec.vocab_size)
-        yield from _vocabulary("logprob_token_ids", decoding.logprob_token_ids, spec.vocab_size)
         yield from _vocabulary("logit_bias", [token for token, _ in biases], spec.vocab_size)
         words = [token for word in decoding.bad_words for token in word]
         yield from _vocabulary("bad_words", words, embedded)
+
+
+def _logprobs(decoding: Decoding, most: int, spec: ReplicaSpec | None) -> Objections:
+    """`most`: the setting; -1 asks for all tokens, and sets no limit."""
+    every = math.inf if spec is None else spec.logits_size
+    for name in ("logprobs", "prompt_logprobs"):
+        if (count := getattr(decoding, name)) is None:
+            continue
+        if most == -1:
+            if count < -1:
+                yield name, f"must be at least 0, or -1 for the whole vocabulary, is {count}"
+        elif not 0 <= (every if count == -1 else count) <= most:
+            yield name, f"must be in [0, {most}], is {count} (the server sets max_logprobs)"
+    named = decoding.logprob_token_ids
+    if len(named) > LOGPROB_IDS_MAX:
+        yield "logprob_token_ids", f"{len(named)} given, at most {LOGPROB_IDS_MAX} allowed"
+    if named and decoding.logprobs is None:
+        yield "logprob_token_ids", "only with logprobs"
+    if spec is not None:
+        yield from _vocabulary("logprob_token_ids", named, spec.vocab_size)
 
 
 def _vocabulary(field: str, tokens: Sequence[int], vocab_size: int) -> Objections:

@@ -15,7 +15,10 @@ on a thread, could not be written again higher up."""
 _TOO_DEEP = f"nested in more than {_LEVELS_MAX} levels"
 
 _ITEMS = 64
-"""Of a long array in one piece. With 20 likeliest tokens each takes some 60 us to write."""
+"""Of a long array in one piece, where an item has few values. With 20 likeliest tokens each takes
+some 60 us to write."""
+_VALUES = 2048
+"""Of all items in one piece, and of an object that is not long."""
 
 _T = TypeVar("_T")
 
@@ -27,22 +30,33 @@ class LongArray:
     items: Sequence[Any]
     value: Callable[[Any], Any]
     """Of an item."""
+    at_once: int = _ITEMS
+    """Items in one piece. If they are fewer than others have, they may hold long arrays."""
 
 
-def json_array(items: Sequence[_T], value: Callable[[_T], Any]) -> list[Any] | LongArray:
-    """A plain list, if it is short."""
-    if len(items) <= _ITEMS:
+def json_array(
+    items: Sequence[_T], value: Callable[[_T], Any], size: int = 1
+) -> list[Any] | LongArray:
+    """A plain list, if it is short. `size`: about so many values are in one of the items."""
+    at_once = max(min(_ITEMS, _VALUES // size), 1)
+    if len(items) <= at_once and size <= _VALUES:
         return [value(item) for item in items]
-    return LongArray(items, value)
+    return LongArray(items, value, at_once)
 
 
 def json_pieces(value: Any) -> Iterator[str]:
     """The text of a value that may hold long arrays: in fields, and in objects that lists hold."""
     if isinstance(value, LongArray):
         yield "["
-        for at in range(0, len(value.items), _ITEMS):
-            made = [value.value(item) for item in value.items[at : at + _ITEMS]]
-            yield "," * (at > 0) + _text(made)[1:-1]
+        for at in range(0, len(value.items), value.at_once):
+            made = [value.value(item) for item in value.items[at : at + value.at_once]]
+            yield "," * (at > 0)
+            if value.at_once == _ITEMS:
+                yield _text(made)[1:-1]
+                continue
+            for number, item in enumerate(made):
+                yield "," * (number > 0)
+                yield from json_pieces(item)
         yield "]"
     elif isinstance(value, dict) and _is_long(value):
         before = "{"
@@ -69,7 +83,7 @@ def _text(value: Any) -> str:
 def _is_long(value: Any) -> bool:
     """Whether there is a long array in it."""
     if isinstance(value, dict):
-        return any(map(_is_long, value.values()))
+        return len(value) > _VALUES or any(map(_is_long, value.values()))
     if isinstance(value, list):
         # The first one of a list of plain values tells of all.
         return bool(value) and isinstance(value[0], dict) and any(map(_is_long, value))

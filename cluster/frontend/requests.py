@@ -111,15 +111,18 @@ class RequestFactory:
         """Raises InvalidRequest where these requests of a call may bring more log-probabilities
         than a call may ask for."""
         asked = dict.fromkeys(("logprobs", "prompt_logprobs"), 0)
+        every = self.text.spec.logits_size
         for request in requests:
             if (decoding := request.decoding) is None:
                 continue
             if decoding.logprobs is not None:
                 new = request.max_new_tokens - len(request.committed)
                 told = len(decoding.logprob_token_ids) or decoding.logprobs
-                asked["logprobs"] += new * (1 + told)
+                asked["logprobs"] += new * (1 + (every if told == -1 else min(told, every)))
             if decoding.prompt_logprobs is not None:
-                asked["prompt_logprobs"] += len(request.prompt) * (1 + decoding.prompt_logprobs)
+                told = decoding.prompt_logprobs
+                told = every if told == -1 else min(told, every)
+                asked["prompt_logprobs"] += len(request.prompt) * (1 + told)
         most = self.config.frontend.logprobs_max
         if sum(asked.values()) > most:
             field = max(asked, key=asked.__getitem__)

@@ -179,7 +179,7 @@ class TargetText:
         them takes a second."""
         from replicas.grammars import Grammars
 
-        vocab = max(self.embedding_size, self.spec.vocab_size)
+        vocab = self.spec.logits_size
         try:
             return Grammars(self.tokenizer, self.end_of_turn_ids, vocab)
         except ValueError:
@@ -191,7 +191,7 @@ class TargetText:
         return {
             "tokenizer": self.tokenizer.to_str(),
             "ends": self.end_of_turn_ids,
-            "vocab": max(self.embedding_size, self.spec.vocab_size),
+            "vocab": self.spec.logits_size,
         }
 
     def word_forms(self, word: str) -> set[tuple[int, ...]]:

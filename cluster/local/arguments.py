@@ -26,6 +26,7 @@ class Arguments:
         model: str,
         speculative_config: Mapping[str, Any] | None,
         rows_max: int | None,
+        max_logprobs: int,
         seed: int | None,
         revision: str | None,
         replica: Mapping[str, Any],
@@ -46,7 +47,9 @@ class Arguments:
         settings["target"] = model if revision is None else with_revision(model, revision)
         if speculative_config is not None:
             settings["speculative_config"] = dict(speculative_config)
-        self._scheduler = {} if rows_max is None else {"rows_max": rows_max}
+        self._scheduler = {"max_logprobs": max_logprobs}
+        if rows_max is not None:
+            self._scheduler["rows_max"] = rows_max
         self._settings = {"seed": seed, "replica": settings}
 
     def settings(self) -> ClusterConfig:

@@ -27,6 +27,7 @@ from cluster.frontend.text import TextStream
 from cluster.local.arguments import TEN_YEARS_S, Arguments
 from cluster.local.engine import LocalEngine, Output
 from replicas.parallel import load_replica
+from scheduler.config import SchedulerConfig
 from scheduler.decoding import TokenLogprobs
 from scheduler.errors import InvalidRequest, LockstepError
 from scheduler.messages import FinishReason, Request, Usage
@@ -40,8 +41,8 @@ class SamplingParams:
     Ranges, beyond which InvalidRequest names the field: temperature in [0, 1e6]; top_k in
     [0, 2**31), 0 keeps all; top_p in (0, 1]; min_p in [0, 1]; seed in [0, 2**63);
     repetition_penalty above 0; frequency_penalty and presence_penalty in [-2, 2]; biases in
-    [-100, 100]; logprobs and prompt_logprobs in [0, 20]; min_tokens in [0, max_tokens]. Of
-    json_schema, regex, choice and grammar at most one.
+    [-100, 100]; logprobs and prompt_logprobs in [0, max_logprobs], or -1; min_tokens in
+    [0, max_tokens]. Of json_schema, regex, choice and grammar at most one.
     """
 
     max_tokens: int = 256
@@ -147,18 +148,23 @@ class LLM:
         *,
         speculative_config: Mapping[str, Any] | None = None,
         rows_max: int | None = None,
+        max_logprobs: int = SchedulerConfig().max_logprobs,
         seed: int | None = None,
         revision: str | None = None,
         **replica: Any,
     ) -> None:
         """`model`: as `lockstep serve --target` takes it, `revision` too. `replica`: settings of
         the section `replica`, as `dtype` or `context_len`, also by the names of other servers, as
-        `max_model_len`. `rows_max`: rows of a step. `seed`: prompt i of a call samples with
-        seed + i where its `sampling_params` name none; without it each draws one.
+        `max_model_len`. `rows_max`: rows of a step. `max_logprobs`: log-probabilities that a
+        prompt may ask for at each token; -1: no limit, and -1 asks for the whole vocabulary.
+        `seed`: prompt i of a call samples with seed + i where its `sampling_params` name none;
+        without it each draws one.
 
         Raises ConfigError, and what loading raises.
         """
-        given = Arguments(model, speculative_config, rows_max, seed, revision, replica)
+        given = Arguments(
+            model, speculative_config, rows_max, max_logprobs, seed, revision, replica
+        )
         with given.named():
             self._config = given.settings()
             self._text = TargetText.load(self._config.replica)

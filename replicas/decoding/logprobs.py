@@ -8,10 +8,14 @@ import numpy as np
 import torch
 
 from replicas.sampling import likeliest
-from scheduler.decoding import TokenLogprobs
+from scheduler.decoding import ENTRY, TokenLogprobs
 
 _TIES = 8
 """Tokens beyond those asked for that may tie with the last of them and have a lower id."""
+_SORTED = 1 << 18
+"""Alternatives that are sorted at once."""
+_ENTRIES = np.dtype([("token", "<u4"), ("logprob", "<f4")])
+assert _ENTRIES.itemsize == ENTRY.size
 
 
 def token_logprobs(
@@ -20,7 +24,8 @@ def token_logprobs(
     top: int,
     named: Sequence[int] = (),
 ) -> tuple[TokenLogprobs, ...]:
-    """Of the token in each place, and of the `top` likeliest there, or of the `named` tokens.
+    """Of the token in each place, and of the `top` likeliest there (-1: of all tokens), or of the
+    `named` ones.
 
     A token has the same float as itself and among the likeliest. A place's floats do not depend on
     how many places there are.
@@ -36,25 +41,42 @@ def token_logprobs(
     above = torch.gt(scores, own, out=torch.empty_like(scores)).sum(dim=-1)
     ranks = (above.long() + 1).tolist()
     if named:
-        values = scores[:, list(named)] - normal[:, None]
-        found = [tuple(zip(named, row, strict=True)) for row in values.tolist()]
+        ids = torch.tensor(named, device=scores.device).expand(len(tokens), -1)
+        packed = _packed(ids, scores.gather(-1, ids) - normal[:, None])
+    elif top:
+        top = scores.shape[-1] if top == -1 else min(top, scores.shape[-1])
+        at_once = max(1, _SORTED // top)
+        packed = []
+        for at in range(0, len(tokens), at_once):
+            places = slice(at, at + at_once)
+            packed += _likeliest(scores[places], normal[places], top)
     else:
-        found = [()] * len(tokens) if not top else _likeliest(scores, normal, top)
+        packed = [b""] * len(tokens)
     logprobs = (own[:, 0] - normal).tolist()
-    return tuple(map(TokenLogprobs, logprobs, ranks, found))
+    return tuple(map(TokenLogprobs, logprobs, ranks, packed))
 
 
 def _likeliest(
     scores: torch.Tensor,  # [places, vocab], float32
     normal: torch.Tensor,  # [places], float32
     top: int,
-) -> list[tuple[tuple[int, float], ...]]:
-    ids = likeliest(scores, min(top + _TIES, scores.shape[-1]))
-    logprobs = (scores.gather(-1, ids) - normal[:, None]).tolist()
-    return [
-        tuple(sorted(zip(row, values, strict=True), key=lambda pair: (-pair[1], pair[0]))[:top])
-        for row, values in zip(ids.tolist(), logprobs, strict=True)
-    ]
+) -> list[bytes]:
+    """Of each place its `top` likeliest, packed."""
+    ids = likeliest(scores, min(top + _TIES, scores.shape[-1])).sort(dim=-1).values
+    values = scores.gather(-1, ids) - normal[:, None]
+    # Of equals the lower id stays first.
+    values, order = values.sort(dim=-1, descending=True, stable=True)
+    return _packed(ids.gather(-1, order)[:, :top], values[:, :top])
+
+
+def _packed(
+    ids: torch.Tensor,  # [places, n], int64
+    logprobs: torch.Tensor,  # [places, n], float32
+) -> list[bytes]:
+    """`TokenLogprobs.packed` of each place."""
+    entries = np.empty(tuple(ids.shape), _ENTRIES)
+    entries["token"], entries["logprob"] = ids.cpu().numpy(), logprobs.cpu().numpy()
+    return [row.tobytes() for row in entries]
 
 
 def _sums(masses: torch.Tensor) -> torch.Tensor:  # [places]

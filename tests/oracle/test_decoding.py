@@ -301,6 +301,38 @@ def test_log_probabilities_of_a_prompt_are_those_of_one_forward_pass(drafter: st
             assert [logprob for _, logprob in said.top] == pytest.approx(best, abs=1e-4)
 
 
+@pytest.mark.parametrize("rows_max", [1, 8])
+@pytest.mark.parametrize("drafter", ["none", "model", "eagle3"])
+def test_the_whole_vocabulary_is_told_of_as_the_first_five_are(drafter: str, rows_max: int) -> None:
+    """To the last bit, of greedy and of sampled tokens, and of those of a prompt."""
+    told = []
+    for count in (5, -1):
+        some = [
+            replace(
+                request,
+                decoding=Decoding(len(request.prompt), logprobs=count, prompt_logprobs=count),
+            )
+            for request in sampled(mixed_requests(VOCAB, 8, seed=4, new=(6, 12)))
+        ]
+        config = SchedulerConfig(rows_max=rows_max, draft_len=4, max_logprobs=-1)
+        told.append(LocalEngine(asked_replica(drafter), config).generate(some))
+    for few, every in zip(*told, strict=True):
+        assert few.tokens == every.tokens
+        assert [len(few.logprobs), len(few.prompt_logprobs)] == [
+            len(every.logprobs),
+            len(every.prompt_logprobs),
+        ]
+        pairs = zip(
+            [*few.logprobs, *few.prompt_logprobs],
+            [*every.logprobs, *every.prompt_logprobs],
+            strict=True,
+        )
+        for first, whole in pairs:
+            assert (first.logprob, first.rank) == (whole.logprob, whole.rank)
+            assert first.top == whole.top[:5]
+            assert {token for token, _ in whole.top} == set(range(VOCAB))
+
+
 def test_what_a_grammar_forces_is_drafted_whatever_the_drafter_says() -> None:
     text = "nothing at all"
     grammar = grammar_of("choice", [text])

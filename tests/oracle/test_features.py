@@ -131,7 +131,12 @@ FEATURES = {
     "json_schema": Feature(decoding({"grammar": OBJECT}, {"grammar": OBJECT, "logprobs": 1})),
     "tools": Feature(decoding({"grammar": CALL}, {"grammar": HERMES}, {"grammar": THINKING})),
     "log_probabilities": Feature(
-        decoding({"logprobs": 3}, {"logprobs": 0, "prompt_logprobs": 2}, {"prompt_logprobs": 0})
+        decoding(
+            {"logprobs": 3},
+            {"logprobs": 0, "prompt_logprobs": 2},
+            {"logprobs": -1, "prompt_logprobs": -1},
+            {"prompt_logprobs": 0},
+        )
     ),
     "stop_strings": Feature(stops=True),
     "prefix_hit": Feature(alike, first=2),
@@ -198,7 +203,7 @@ def alone(hot: bool, name: str) -> list[Received]:
     for request, stop in zip(made, stops, strict=True):
         replica = replica_of("none", [], num_gpu_blocks_override=256, prefix_sharing=False)
         replica.grammars = Grammars(tokenizer(), [EOS], VOCAB)
-        engine = LocalEngine(replica, SchedulerConfig(rows_max=1, draft_len=0))
+        engine = LocalEngine(replica, SchedulerConfig(rows_max=1, draft_len=0, max_logprobs=-1))
         received += read(engine, [request], [stop])
     return received
 
@@ -250,7 +255,9 @@ def test_a_request_receives_what_it_receives_alone_without_a_drafter(
     replica = replica_of(drafter, answered, **settings)
     replica.grammars = Grammars(tokenizer(), [EOS], VOCAB)
     tight = {"kv_reserve": 0.0} if feature.blocks == TIGHT else {}
-    config = SchedulerConfig(rows_max=rows, draft_len=5, prefill_tokens_max=32, **tight)
+    config = SchedulerConfig(
+        rows_max=rows, draft_len=5, prefill_tokens_max=32, max_logprobs=-1, **tight
+    )
     engine = LocalEngine(replica, config, check=True)
     received = read(engine, made[: feature.first], stops[: feature.first])
     received += read(engine, made[feature.first :], stops[feature.first :], feature.mates)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import pytest
 
@@ -14,7 +15,6 @@ from scheduler.validation import (
     BIAS_MAX,
     END_TOKENS_MAX,
     LOGIT_BIAS_MAX,
-    LOGPROBS_MAX,
     PENALTY_MAX,
     check_request,
 )
@@ -74,8 +74,8 @@ GOOD_DECODING: list[dict[str, object]] = [
     {"repetition_penalty": 1e-9},
     {"logit_bias": ((0, BIAS_MAX), (99, -BIAS_MAX))},
     {"logit_bias": ((1, 1.0),) * LOGIT_BIAS_MAX},
-    {"logprobs": 0, "prompt_logprobs": LOGPROBS_MAX},
-    {"logprobs": LOGPROBS_MAX, "prompt_logprobs": 0},
+    {"logprobs": 0, "prompt_logprobs": 20},
+    {"logprobs": 20, "prompt_logprobs": 0},
     {"min_tokens": 8},
     {"min_tokens": 8, "bad_words": ((0, 99), (5,))},
     {"grammar": "start: /a/"},
@@ -99,8 +99,8 @@ BAD_DECODING: dict[str, tuple[object, ...]] = {
         ((100, 1.0),),
         ((-1, 1.0),),
     ),
-    "logprobs": (-1, LOGPROBS_MAX + 1),
-    "prompt_logprobs": (-1, LOGPROBS_MAX + 1),
+    "logprobs": (-2, -1, 21),
+    "prompt_logprobs": (-2, -1, 21),
     "min_tokens": (-1, 9),
     "bad_words": (((1, 100),), ((-1,),)),
 }
@@ -129,6 +129,33 @@ def test_bad_requests_are_refused_by_field(field: str, fields: dict[str, object]
         check_request(request(**fields), CONFIG, SPEC)
     assert caught.value.field == field
     assert caught.value.reason
+
+
+@pytest.mark.parametrize("field", ["logprobs", "prompt_logprobs"])
+@pytest.mark.parametrize(
+    ("most", "spec", "good", "bad"),
+    [
+        (0, SPEC, (0,), (-1, 1)),
+        (5, None, (0, 5), (-2, -1, 6)),
+        (99, SPEC, (99,), (-1, 100)),
+        (100, SPEC, (-1, 100), (-2, 101)),
+        (100, None, (100,), (-1,)),
+        (-1, SPEC, (-1, 0, 100, 5000), (-2,)),
+        (-1, None, (-1, 5000), (-2,)),
+    ],
+)
+def test_the_setting_says_how_many_log_probabilities_and_whether_all_may_be_asked_for(
+    field: str, most: int, spec: ReplicaSpec | None, good: Sequence[int], bad: Sequence[int]
+) -> None:
+    """-1 asks for a vocabulary of 100."""
+    config = CONFIG.model_copy(update={"max_logprobs": most})
+    for count in good:
+        check_request(request(decoding=Decoding(3, **{field: count})), config, spec)
+    for count in bad:
+        with pytest.raises(InvalidRequest, match=rf"must be .*, is {count}") as caught:
+            check_request(request(decoding=Decoding(3, **{field: count})), config, spec)
+        assert caught.value.field == field
+        assert most == -1 or f"[0, {most}]" in caught.value.reason
 
 
 def test_without_a_spec_only_what_depends_on_it_goes_unchecked() -> None:

@@ -211,15 +211,15 @@ def to_parts(delta: Delta) -> dict[str, Any]:
 
 
 def _logprobs(told: Iterable[TokenLogprobs]) -> list[pb.TokenLogprobs]:
-    return [
-        pb.TokenLogprobs(
-            logprob=token_logprobs.logprob,
-            rank=token_logprobs.rank,
-            top_ids=[token for token, _ in token_logprobs.top],
-            top_logprobs=[logprob for _, logprob in token_logprobs.top],
+    made = []
+    for said in told:
+        ids, logprobs = zip(*said.top, strict=True) if said.packed else ((), ())
+        made.append(
+            pb.TokenLogprobs(
+                logprob=said.logprob, rank=said.rank, top_ids=ids, top_logprobs=logprobs
+            )
         )
-        for token_logprobs in told
-    ]
+    return made
 
 
 def _end(end: SequenceEnd) -> pb.End:

@@ -260,16 +260,17 @@ class OpenAIAnswer:
         return {
             "tokens": json_array(told, lambda of: self._names.shown(of[0])),
             "token_logprobs": json_array(told, lambda of: None if of[1] is None else of[1].logprob),
-            "top_logprobs": json_array(told, self._names.top),
+            "top_logprobs": json_array(told, self._names.top, _size(told)),
             "text_offset": json_array(offsets, int),
         }
 
     def _chat_logprobs(self, told: Sequence[tuple[int, TokenLogprobs | None]]) -> dict[str, Any]:
         known = [(token, said) for token, said in told if said is not None]
-        return {"content": json_array(known, self._names.of_chat), "refusal": None}
+        return {"content": json_array(known, self._names.of_chat, _size(known)), "refusal": None}
 
     def _prompt_logprobs(self, written: _Written) -> list[Any] | LongArray:
-        return json_array(written.told_of_prompt, self._names.ranked)
+        told = written.told_of_prompt
+        return json_array(told, self._names.ranked, _size(told))
 
     def _offset(self, token: int, name: str, written: _Written) -> int:
         """Where the token stands in the text. A special one has no place in an answer, and in a
@@ -312,6 +313,11 @@ class OpenAIAnswer:
             "model": self.asked.model,
             "choices": choices,
         }
+
+
+def _size(told: Iterable[tuple[int, TokenLogprobs | None]]) -> int:
+    """The most log-probabilities in one place."""
+    return max((said.told for _, said in told if said is not None), default=1)
 
 
 def _call_parts(calls: Iterable[CallDelta]) -> list[dict[str, Any]]:

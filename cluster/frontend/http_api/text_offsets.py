@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from cluster.frontend.json_codec import json_array
 from cluster.frontend.target_text import TargetText
 from cluster.frontend.text import Detokenizer
 from scheduler.decoding import TokenLogprobs
@@ -103,7 +104,7 @@ class TokenNames:
         given = list(said.top)
         if self._tells_own and all(other != token for other, _ in given):
             given.append((token, said.logprob))
-        top = [self.named(*other) for other in given]
+        top = json_array(given, lambda other: self.named(*other))
         return self.named(token, said.logprob) | {"top_logprobs": top}
 
     def named(self, token: int, logprob: float) -> dict[str, Any]:

@@ -29,3 +29,24 @@ def test_the_likeliest_are_the_first_of_a_full_sort(vocab: int, tied: bool) -> N
             plain[place, best].tolist(), abs=1e-5
         )
         assert said.logprob == pytest.approx(float(plain[place, token]), abs=1e-5)
+        assert dict(said.top).get(token, said.logprob) == said.logprob
+
+
+@pytest.mark.parametrize("vocab", [512, 50_257])
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_whole_vocabulary_begins_with_the_likeliest_to_the_last_bit(
+    vocab: int, tied: bool
+) -> None:
+    torch.manual_seed(vocab)
+    logits = torch.randn(7, vocab) * 3
+    logits = logits.round(decimals=2) if tied else logits
+    tokens = [0, vocab - 1, 5, 5, 300, vocab // 2, 9]
+    few = token_logprobs(logits, tokens, 5)
+    for place, said in enumerate(token_logprobs(logits, tokens, -1)):
+        assert (said.logprob, said.rank) == (few[place].logprob, few[place].rank)
+        assert said.top[:5] == few[place].top
+        assert said.told == 1 + vocab
+        assert sorted(token for token, _ in said.top) == list(range(vocab))
+        assert dict(said.top)[tokens[place]] == said.logprob
+        assert list(said.top) == sorted(said.top, key=lambda entry: (-entry[1], entry[0]))
+    assert token_logprobs(logits, tokens, vocab + 9) == token_logprobs(logits, tokens, -1)

@@ -188,7 +188,9 @@ class GenerationRequest(Known, BaseModel):  # the linter looks no further than i
     def _prompt_logprobs(self) -> int | None:
         # Without new tokens a call asks for what the target says of its prompt.
         if self.echoes and (self.top_logprobs_wanted is not None or self.max_tokens == 0):
-            return max(self.top_logprobs_wanted or 0, self.prompt_logprobs or 0)
+            wanted = (self.top_logprobs_wanted or 0, self.prompt_logprobs or 0)
+            # -1 asks for all.
+            return min(wanted) if min(wanted) < 0 else max(wanted)
         return self.prompt_logprobs
 
     def renamed(self, refusal: Refusal) -> Refusal:

@@ -179,9 +179,9 @@ PARAMETERS: Mapping[str, Parameter] = {
     "stream_options": _supported("`include_usage`, and `continuous_usage_stats` with it"),
     "stream_options.include_obfuscation": _free("events have no padding"),
     "stream_interval": _free("`frontend.coalesce_ms` sets the interval"),
-    "logprobs": _supported("log-probabilities of the new tokens"),
-    "top_logprobs": _supported("likeliest tokens at each position"),
-    "prompt_logprobs": _supported("log-probabilities of the prompt's tokens"),
+    "logprobs": _supported("log-probabilities of the new tokens; -1: of all tokens"),
+    "top_logprobs": _supported("likeliest tokens at each position; -1: all tokens"),
+    "prompt_logprobs": _supported("log-probabilities of the prompt's tokens; -1: of all tokens"),
     "echo": _supported("the text begins with the prompt, or with the last turn of the assistant"),
     "return_token_ids": _supported("token ids of the prompt and of the answer"),
     "speculative_decoding_stats": _supported(

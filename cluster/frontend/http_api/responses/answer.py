@@ -13,7 +13,7 @@ from typing import Any
 from cluster.frontend.answer import Answer
 from cluster.frontend.calls import Delta, SequenceEnd
 from cluster.frontend.http_api.bodies.responses import ResponsesRequest
-from cluster.frontend.json_codec import json_pieces
+from cluster.frontend.json_codec import json_array, json_pieces
 from cluster.frontend.target_text import TargetText
 from cluster.frontend.tools import CallDelta
 from scheduler.messages import FinishReason
@@ -220,7 +220,7 @@ class ResponsesAnswer:
 
     def _logprob(self, at: int, delta: Delta) -> dict[str, Any]:
         said = delta.logprobs[at]
-        top = [self._named(*other) for other in said.top]
+        top = json_array(said.top, lambda other: self._named(*other))
         return self._named(delta.tokens[at], said.logprob) | {"top_logprobs": top}
 
     def _named(self, token: int, logprob: float) -> dict[str, Any]:

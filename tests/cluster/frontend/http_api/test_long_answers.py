@@ -1,5 +1,6 @@
 """Proves: a long answer is the same JSON, is written piece by piece, and leaves in parts, of which
-few are on their way at once, however slowly Serve takes them. What a call may ask for has a bound.
+few are on their way at once, however slowly Serve takes them. What a call may ask for has a bound,
+also where it asks for log-probabilities of the whole vocabulary, which are the same at every edge.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from cluster.frontend.json_codec import LongArray, json_array, json_pieces
 from cluster.frontend.proxy import pacing
 from cluster.frontend.proxy.pacing import PART_BYTES_MIN, NotTaken, PacedAnswers
 from protos import lockstep_pb2 as pb
-from tests.cluster.frontend.http_rig import TEXT, http_frontend, post, served
-from tests.cluster.frontend.rig import PROMPT_IDS, both, frontend
+from tests.cluster.frontend.http_rig import TEXT, events, http_frontend, post, served, served_tiny
+from tests.cluster.frontend.rig import PROMPT_IDS, Context, both, frontend
 from tests.cluster.wire import until
 
 VALUES = list(range(1000))
@@ -56,6 +57,35 @@ def test_what_a_long_array_holds_is_made_as_it_is_written() -> None:
     while not made:
         next(pieces)
     assert len(made) < len(VALUES) / 10
+
+
+@pytest.mark.parametrize("size", [100, 3000])
+def test_items_of_many_values_are_written_as_they_are_and_few_at_once(size: int) -> None:
+    """As a list, as an object with many names, as objects in an object."""
+    forms = (
+        lambda value: {"top": json_array(range(size), lambda other: {"of": other + value})},
+        lambda value: {str(other): value for other in range(size)},
+        lambda value: {str(other): {"of": value} for other in range(size)},
+    )
+    for form in forms:
+        made: list[int] = []
+
+        def noted(value: int, form: Any = form, made: list[int] = made) -> Any:
+            made.append(value)
+            return form(value)
+
+        array = json_array(VALUES[:40], noted, size)
+        assert isinstance(array, LongArray)
+        pieces = json_pieces({"a": array})
+        text = "".join(next(pieces) for _ in range(6))
+        assert len(made) <= 20
+        told = list(pieces)
+        assert max(map(len, told)) < 40_000
+        plain = [form(value) for value in VALUES[:40]]
+        for value, item in enumerate(plain):
+            if "top" in item:
+                item["top"] = [{"of": other + value} for other in range(size)]
+        assert json.loads(text + "".join(told)) == {"a": plain}
 
 
 # --------------------------------------------------------------------------- parts
@@ -233,6 +263,118 @@ async def test_prompts_count_together() -> None:
         assert (await post(app, "completions", prompt=[PROMPT_IDS] * 5, **fields)).status == 200
         answer = await post(app, "completions", prompt=[PROMPT_IDS] * 6, **fields)
         assert (answer.status, answer.error["param"]) == (400, "prompt_logprobs")
+
+
+# --------------------------------------------------------------------------- the vocabulary
+
+TINY_VOCAB = 4096
+CHAT = {"messages": [{"role": "user", "content": "the fox?"}], "logprobs": True, "temperature": 0}
+
+
+def all_of(config: dict[str, Any]) -> Any:
+    """Settings with which a request may ask for all."""
+    return from_args({"frontend": {"coalesce_ms": 1, **config}, "scheduler": {"max_logprobs": -1}})
+
+
+async def test_the_whole_vocabulary_is_told_of_at_every_edge_and_begins_with_the_likeliest() -> (
+    None
+):
+    written: dict[str, Any] = {
+        "prompt": "def add(",
+        "max_tokens": 3,
+        "temperature": 0,
+        "echo": True,
+    }
+    ids = {"return_tokens_as_token_ids": True}
+    async with served_tiny("{{ messages[0]['content'] }}", config=all_of({})) as (made, app):
+
+        async def told(path: str, **fields: Any) -> Any:
+            answer = await post(app, path, **fields)
+            assert answer.status == 200, answer.body
+            return answer.json
+
+        few, every = [
+            await told("completions", **written, **ids, logprobs=top, prompt_logprobs=top)
+            for top in (5, -1)
+        ]
+        [few, every] = [answer["choices"][0] for answer in (few, every)]
+        assert few["text"] == every["text"]
+        assert few["logprobs"]["token_logprobs"] == every["logprobs"]["token_logprobs"]
+        rows = zip(few["logprobs"]["top_logprobs"], every["logprobs"]["top_logprobs"], strict=True)
+        for first, whole in list(rows)[1:]:
+            assert len(whole) == TINY_VOCAB
+            assert first.items() <= whole.items()
+            assert set(sorted(whole.values())[-5:]) <= set(first.values())
+        rows = zip(few["prompt_logprobs"], every["prompt_logprobs"], strict=True)
+        for first, whole in list(rows)[1:]:
+            assert len(whole) == TINY_VOCAB
+            assert first.items() <= whole.items()
+            assert {entry["rank"] for entry in whole.values()} <= set(range(1, 1 + TINY_VOCAB))
+
+        few, every = [
+            (await told("chat/completions", **CHAT, max_tokens=3, top_logprobs=top))["choices"]
+            for top in (5, -1)
+        ]
+        [few, every] = [choices[0]["logprobs"]["content"] for choices in (few, every)]
+        assert [len(token["top_logprobs"]) for token in every] == [TINY_VOCAB] * 3
+        for first, whole in zip(few, every, strict=True):
+            assert first["top_logprobs"] == whole.pop("top_logprobs")[:5]
+            del first["top_logprobs"]
+            assert first == whole
+        streamed = await post(
+            app, "chat/completions", **CHAT, max_tokens=3, top_logprobs=-1, stream=True
+        )
+        content = [
+            token
+            for event in events(streamed)
+            for token in event["choices"][0]["logprobs"]["content"]
+        ]
+        assert [len(token["top_logprobs"]) for token in content] == [TINY_VOCAB] * 3
+
+        include = ["message.output_text.logprobs"]
+        response = await told(
+            "responses", input="def", top_logprobs=-1, include=include, max_output_tokens=16
+        )
+        logprobs = response["output"][0]["content"][0]["logprobs"]
+        assert {len(token["top_logprobs"]) for token in logprobs} == {TINY_VOCAB}
+
+        for count in (5, -1):
+            asked = pb.GenerateRequest(prompt="def", max_new_tokens=3, logprobs=count)
+            answer = await made.Generate(asked, Context())
+            if count == 5:
+                likeliest = [list(said.top_ids) for said in answer.logprobs]
+        assert [list(said.top_ids)[:5] for said in answer.logprobs] == likeliest
+        assert [len(said.top_logprobs) for said in answer.logprobs] == [TINY_VOCAB] * 3
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        ("completions", {"prompt": "def", "logprobs": -1}, "logprobs"),
+        ("completions", {"prompt": "def", "prompt_logprobs": -1}, "prompt_logprobs"),
+        ("completions", {"prompt": "def", "logprobs": 3, "echo": True, "max_tokens": 0}, None),
+        ("chat/completions", CHAT | {"top_logprobs": -1}, "top_logprobs"),
+    ],
+)
+async def test_the_whole_vocabulary_counts_in_what_a_call_may_ask_for(
+    path: str, fields: dict[str, Any], param: str | None
+) -> None:
+    """And is refused where the server does not allow it."""
+    template = "{{ messages[0]['content'] }}"
+    fields = {"max_tokens": 2} | fields
+    few = all_of({"logprobs_max": TINY_VOCAB})
+    for config, reason in (
+        (few, f"more than {TINY_VOCAB} log-probabilities"),
+        (FEW, "must be in [0, 20], is -1"),
+    ):
+        async with served_tiny(template, config=config) as (made, app):
+            answer = await post(app, path, **fields)
+            if param is None:
+                assert answer.status == 200
+            else:
+                assert (answer.status, answer.error["param"]) == (400, param)
+                assert answer.error["message"].startswith(f"{param}: {reason}")
+            assert pool_is_idle(made)
 
 
 @pytest.mark.parametrize("path", ["completions", "chat/completions"])
