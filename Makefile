@@ -40,21 +40,21 @@ demo: $(SETUP)  ## start a cluster, hold eight conversations, compare the answer
 serve: $(SETUP)  ## the same cluster, up until Ctrl-C
 	$(BIN)/lockstep serve --replicas 2
 
-# Two processes share the tests, and the longest part begins first. Tests of a real Ray mostly wait:
-# for processes that start, and for others to be missed.
+# Three processes share the tests. Two compute, the longest part first; in the third are those of a
+# real Ray, which mostly wait: for processes that start, and for others to be missed.
 STEPS := tests/replicas
 SCHEDULES := tests/oracle tests/scheduler tests/sim
 KILLS := tests/integration/failures
 EDGES := tests/cluster/frontend
-FAST = 'edges: $(EDGES) -m "not ($(1))"' 'steps: $(STEPS) -m "not ($(1))"' \
-	'schedules: $(SCHEDULES) -m "not ($(1))"' \
+FAST = 'schedules: $(SCHEDULES) -m "not ($(1))"' 'steps: $(STEPS) -m "not ($(1))"' $(2) \
+	'edges: $(EDGES) -m "not ($(1))"' \
 	'cluster: --ignore=$(EDGES) tests/cluster -m "not ($(1))"' \
 	'rest: $(addprefix --ignore=,$(STEPS) $(SCHEDULES) tests/cluster) -m "not (ray or $(1))"'
+SERVING = 'serving: $(addprefix --ignore=,$(KILLS)) tests/integration -m "ray and not slow"'
 PARTS = $(BIN)/python -m tests.progress --left-out
 
 test: $(SETUP)  ## all tests but the slow ones; says every ten seconds how far they are
-	@$(PARTS) 'slow (make test-slow)' 'kills: $(KILLS) -m "not slow"' $(call FAST,slow) \
-	'serving: $(addprefix --ignore=,$(KILLS)) tests/integration -m "ray and not slow"'
+	@$(PARTS) 'slow (make test-slow)' 'kills: $(KILLS) -m "not slow"' $(call FAST,slow,$(SERVING))
 
 test-fast: $(SETUP)  ## those of them that start no Ray and take no longer than a few seconds
 	@$(PARTS) 'ray or long (make test runs them) or slow (make test-slow)' $(call FAST,slow or long)

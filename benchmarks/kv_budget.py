@@ -1,7 +1,7 @@
 """Tokens/s with less and less memory for KV, over those with all that the load would take.
 
 One process, one target, a replica for each budget; rounds in turns. A closed loop of `--in-flight`
-requests, with drafts and without. The whole budget is what all rows in flight need at their ends.
+requests, with a drafter and without. The whole budget is what all rows in flight need at the end.
 Outputs are compared. After SpecMemo (arXiv 2506.01986): 96 % of the throughput at 35 %.
 
     python -m benchmarks.kv_budget --target smollm2 --method suffix --prompts FILE --json FILE
@@ -47,7 +47,7 @@ def served(
 
 def picture(shares: list[float], rows: list[list[Any]]) -> str:
     """Of the table's rows, a share each, as SVG text. Raises ImportError without matplotlib."""
-    titles = ("Without drafts", "With drafts", "With drafts over without")
+    titles = ("Without a drafter", "With the drafter", "With over without")
     plots = [
         line(
             sorted((100 * share, row[column]) for share, row in zip(shares, rows, strict=True)),
@@ -136,7 +136,7 @@ def main() -> None:
     ]
     if args.plot is not None:
         args.plot.write_text(picture(args.shares, rows), encoding="utf-8")
-    header = ("KV", "without drafts", "with drafts", "with over without", "preempted", "with")
+    header = ("KV", "without a drafter", "with it", "with over without", "preempted", "with")
     print(table(header, rows))
     print(f"outputs identical: {'yes' if same else 'NO'}")
     options = {key: value for key, value in vars(args).items() if key not in ("json", "plot")}

@@ -63,7 +63,7 @@ class LockstepServicer:
 
     def GenerateStream(self, request, context):
         """Streams the text while it is written. The last chunk of each choice carries `end`. A stream of an
-        accepted request that ends with an error status carries it too, with the tokens so far in the
+        admitted request that ends with an error status carries it too, with the tokens so far in the
         chunks. Only where the pool could not be reached (UNAVAILABLE) there is no `end`. A refused request
         gets one chunk without text before its error status.
         """

@@ -25,7 +25,7 @@ def refusal(event: Submit, pool: Pool, now_s: float) -> Reject | None:
             check_servable(request, pool)
     except InvalidRequest as error:
         return Reject(request.id, RejectCode.INVALID, error.field, error.reason)
-    message = "" if event.accepted_before else _overload(request, pool)
+    message = "" if event.admitted_before else _overload(request, pool)
     if message:
         return Reject(request.id, RejectCode.OVERLOADED, "", message, _retry_after_s(pool, now_s))
     return None

@@ -66,10 +66,10 @@ class FailureRecord:
 
 class Submit(Message, frozen=True):
     request: Request
-    accepted_before: bool = False
+    admitted_before: bool = False
     """Another pool, or this one before a restart, was sent it: it is not refused for load."""
     validated: bool = False
-    """Such a pool accepted it and knew replicas, so one can serve it. Which ones come back first
+    """Such a pool admitted it and knew replicas, so one can serve it. Which ones come back first
     after a restart is chance: it waits for one like those. Never a client's to say."""
     record: FailureRecord = FailureRecord()
     """What that pool has found out about it. Never a client's to say."""
@@ -193,7 +193,7 @@ class RecordFailure(Message, frozen=True):
 
 
 class Finish(Message, frozen=True):
-    """The last word on an accepted request; comes exactly once."""
+    """The last word on an admitted request; comes exactly once."""
 
     request_id: str
     reason: FinishReason
@@ -219,7 +219,7 @@ class Reject(Message, frozen=True):
     field: str
     message: str
     retry_after_s: float = 0.0
-    """When the same request may be accepted, as estimated; for OVERLOADED."""
+    """When the same request may be admitted, as estimated; for OVERLOADED."""
 
 
 class Interrupt(Message, frozen=True):

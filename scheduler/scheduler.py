@@ -110,12 +110,12 @@ class Scheduler:
         if refused is not None:
             self._out.append(refused)
             return
-        sequence = pool.accept(request, now_s)
+        sequence = pool.admit(request, now_s)
         # Tokens that came since it was written count.
         sequence.record = event.record.at(sequence.length)
         sequence.validated = bool(pool.specs) or event.validated
         # A client may be reading the stream of one that carries tokens.
-        pool.waiting.add(sequence, first=event.accepted_before and bool(request.committed))
+        pool.waiting.add(sequence, first=event.admitted_before and bool(request.committed))
         reason = finished_before_start(request)
         if reason is not None:
             self._finish(sequence, reason)

@@ -33,14 +33,14 @@ class PoolStatus:
 
     waiting: int
     live: int
-    """Accepted and not finished: waiting or on a replica."""
+    """Admitted and not finished: waiting or on a replica."""
     replicas: tuple[ReplicaStatus, ...]
     """By order of joining."""
     finished: Mapping[FinishReason, int]
     waiting_tokens: int = 0
     """Tokens (prompt and limit) of the requests that wait."""
     outstanding_tokens: int = 0
-    """Tokens that accepted requests are still expected to commit."""
+    """Tokens that admitted requests are still expected to commit."""
     tokens_per_s: float = 0.0
     """Committed tokens per second over the last seconds."""
     preempted: int = 0

@@ -1,4 +1,4 @@
-"""Runs parts of the tests, two at once, says every ten seconds how far each is, and sums them up.
+"""Runs parts of the tests, three at once, says every ten seconds how far each is, and sums them up.
 
     python -m tests.progress 'NAME: ARGUMENTS OF PYTEST' ...
 
@@ -20,7 +20,8 @@ from collections import Counter
 from datetime import timedelta
 from pathlib import Path
 
-AT_ONCE = 2
+AT_ONCE = 3
+"""Two that compute, on two cores, and one whose tests mostly wait."""
 LOGS = Path(".pytest_cache/make")
 GRACE_S = 30.0
 """What an interrupted part has to stop what it began."""

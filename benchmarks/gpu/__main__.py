@@ -19,7 +19,7 @@ A ceiling stands beside each figure: what the bytes that it had to read would ta
 copy bandwidth, or its operations at the measured matrix rate, whichever is longer. Prefill and a
 head's own work are left out.
 
-The first `--alone` requests run once more in each mode, one after the other and without drafting;
+The first `--alone` requests run once more in each mode, one after the other and with k = 0;
 `identical` counts the outputs of a run that equal those. Only the deterministic mode promises that
 all do.
 
@@ -57,8 +57,8 @@ TOLD = ("state", "memory_gb", "message")
 
 
 def rows_of(modes: dict[str, Mode]) -> list[dict[str, Any]]:
-    """A row per mode, batch size and draft length. `over_plain` is the speed over that without
-    drafting of the same mode and round, `over_usual` over that of the usual mode."""
+    """A row per mode, batch size and draft length. `over_plain` is the speed over that with
+    k = 0 of the same mode and round, `over_usual` over that of the usual mode."""
     usual, rows = modes[USUAL], []
     for name, mode in modes.items():
         reference = mode.alone or usual.alone

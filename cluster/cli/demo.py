@@ -30,7 +30,7 @@ from replicas.names import TINY
 from scheduler.messages import Request
 
 if TYPE_CHECKING:
-    from cluster.frontend.bounded import BoundedWork
+    from cluster.frontend.bounded_work import BoundedWork
     from cluster.frontend.target_text import TargetText
 
 QUESTIONS = (
@@ -174,7 +174,7 @@ def _compare(
     import torch
     from transformers.utils import logging as transformers_logging
 
-    from cluster.frontend.bounded import BoundedWork
+    from cluster.frontend.bounded_work import BoundedWork
     from cluster.frontend.target_text import TargetText
     from cluster.verify import differences, just_enough, transformers_greedy
 

@@ -81,7 +81,7 @@ def serve(
     """Serve until Ctrl-C or SIGTERM. Running requests then have actors.drain_s to finish."""
     from cluster.cli.serve import at_revision, serve_until_signal, with_key, with_paths
     from cluster.frontend.admission.control import check_exposure
-    from cluster.frontend.chat_template import check_template
+    from cluster.frontend.bounded import check_template
 
     with _errors():
         if revision is not None:

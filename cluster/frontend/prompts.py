@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field as field_of
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
-if TYPE_CHECKING:
-    from cluster.frontend.tools import ToolUse
-
+from cluster.frontend.tools import ToolUse
 
 REASONING_NAMES = ("reasoning", "reasoning_content", "thinking")
 """Each chat template knows what a turn was thinking by one of these."""

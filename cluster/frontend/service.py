@@ -22,7 +22,7 @@ from cluster.config import ClusterConfig
 from cluster.frontend.admission.control import AdmissionControl, Admitted, Caller
 from cluster.frontend.answer import Answer
 from cluster.frontend.answer_formats import AnswerFormats
-from cluster.frontend.bounded import BoundedWork
+from cluster.frontend.bounded_work import BoundedWork
 from cluster.frontend.calls import GenerateCall, call_field, check_call, check_number
 from cluster.frontend.pool_session import Audit, ShardRouter
 from cluster.frontend.prompts import ChatPrompt, Prompt
@@ -129,7 +129,7 @@ class FrontendService:
 
     @property
     def stopping(self) -> asyncio.Event:
-        """Set while the server accepts no new request."""
+        """Set while the server admits no new request."""
         return self.router.stopping
 
     def ready(self) -> bool:

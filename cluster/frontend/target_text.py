@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer
 
-from cluster.frontend.chat_template import check_template
+from cluster.frontend.bounded import check_template
 from cluster.frontend.prompts import ChatPrompt, TextPrompt, TokenPrompt
 from cluster.frontend.tools import AUTO, tool_format
 from replicas.config import ReplicaConfig

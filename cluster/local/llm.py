@@ -17,7 +17,7 @@ from pydantic.dataclasses import dataclass as validated
 
 from cluster.cli.terminal import Bars
 from cluster.frontend.admission.control import Caller
-from cluster.frontend.bounded import BoundedWork
+from cluster.frontend.bounded_work import BoundedWork
 from cluster.frontend.calls import GenerateCall, check_call
 from cluster.frontend.prompts import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from cluster.frontend.requests import RequestFactory

@@ -93,7 +93,7 @@ METRICS: Mapping[str, Metric] = {
         "Gauge", "Prompt and maximum new tokens of the requests that wait."
     ),
     "lockstep_outstanding_tokens": Metric(
-        "Gauge", "Tokens that accepted requests are still expected to commit."
+        "Gauge", "Tokens that admitted requests are still expected to commit."
     ),
     "lockstep_running_requests": Metric(
         "Gauge", "Requests that are on a replica.", vllm=("num_requests_running",)
@@ -107,14 +107,15 @@ METRICS: Mapping[str, Metric] = {
         vllm=("kv_cache_usage_perc",),
     ),
     "lockstep_acceptance": Metric(
-        "Gauge", "Acceptance rate: accepted over draft tokens, of the present replicas."
+        "Gauge",
+        "Accepted share of the present replicas' draft tokens; those behind a rejected one count.",
     ),
     "lockstep_batch_spread": Metric(
         "Gauge", "Longest minus shortest row of a batch, mean over the present replicas."
     ),
     "lockstep_queue_seconds": Metric(
         "Histogram",
-        "From the acceptance of a request by the pool to its first replica.",
+        "From the admission of a request by the pool to its first replica.",
         bounds=_ANSWER_S,
         vllm=("request_queue_time_seconds",),
     ),

@@ -238,7 +238,7 @@ class PoolActor:
 
     # ------------------------------------------------------------------ stopping
 
-    async def stop_accepting(self, for_s: float, cut: bool = False) -> StopReply:
+    async def stop_admitting(self, for_s: float, cut: bool = False) -> StopReply:
         """Refuse new requests for `for_s` from now on; says what is unfinished.
 
         With `cut` the frontends end that, too. The limit heals a stop that never came to its end.
@@ -247,7 +247,7 @@ class PoolActor:
         changed = cut and not self._cut if self._stopping else True
         self._stopping_until_s, self._cut = self._clock() + for_s, cut
         if changed:
-            log.info("no new request is accepted%s", ", the unfinished ones end" if cut else "")
+            log.info("no new request is admitted%s", ", the unfinished ones end" if cut else "")
             self._tell_frontends()
         told = 0
         if self._config.shards > 1:

@@ -33,8 +33,8 @@ class Leaving:
         """The last replica has gone, or wants to, so that another one can start."""
 
     def refuses(self, submit: Submit, stopping: bool) -> str:
-        """Why a request is not taken now; empty if it is, as one that was accepted before."""
-        if submit.accepted_before:
+        """Why a request is not taken now; empty if it is, as one that was admitted before."""
+        if submit.admitted_before:
             return ""
         return STOPPING if stopping else REPLACED if self.awaits_successor else ""
 

@@ -41,7 +41,7 @@ from scheduler.status import PoolStatus
 NAMESPACE = "lockstep"
 """Ray's namespace of the pools' actors."""
 STOPPING = "the server is stopping"
-"""What a client is told while no new request is accepted."""
+"""What a client is told while no new request is admitted."""
 REPLACED = "the only replica is being replaced; ask again"
 """The same where another one has no place beside it."""
 
@@ -112,7 +112,7 @@ class PoolState(Message, frozen=True):
 
     load: ShardLoad
     stopping: bool = False
-    """It accepts no new request."""
+    """It admits no new request."""
     cut: bool = False
     """The grace time is over: whatever is unfinished will not be finished here."""
     failed: tuple[str, ...] | None = None
@@ -133,12 +133,12 @@ FRONTEND = StreamKind(
 
 @dataclass(frozen=True, slots=True)
 class StopReply:
-    """What a pool that accepts nothing new has still to wait for."""
+    """What a pool that admits nothing new has still to wait for."""
 
     unfinished: int
     """Requests that have not ended, here or, by what the frontends said last, anywhere."""
     settled: bool
-    """It is so old that frontends have told it all that an earlier incarnation had accepted."""
+    """It is so old that frontends have told it all that an earlier incarnation had admitted."""
 
 
 @dataclass(frozen=True, slots=True)

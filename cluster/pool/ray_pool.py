@@ -188,7 +188,7 @@ def stop_pools(actors: Sequence[ActorHandle], grace_s: float) -> None:
 def _nothing_left(actors: Sequence[ActorHandle], within_s: float, cut: bool = False) -> bool:
     """Tells all pools at once, so that one that hangs keeps nothing from the others; whether each
     has said in time that nothing is unfinished."""
-    asked = [actor.stop_accepting.remote(_STOPPING_S, cut) for actor in actors]
+    asked = [actor.stop_admitting.remote(_STOPPING_S, cut) for actor in actors]
     if asked:
         ray.wait(asked, num_returns=len(asked), timeout=within_s)
     return all(map(_finished, asked))

@@ -17,7 +17,6 @@ from cluster.prompt_files import read_prompts
 from cluster.training.preparation import Preparation
 from cluster.training.settings import Plan
 from replicas.config import SpeculativeConfig
-from replicas.errors import TrainingRefused
 from replicas.training import (
     DRAFT_LEN,
     Acceptance,
@@ -64,12 +63,9 @@ class Job(Preparation):
         """Raises TrainingRefused, PairRefused, OSError."""
         settings = self.settings
         plan_file, old = settings.out / "plan.json", None
-        if settings.resume and not settings.out.is_dir():
-            raise TrainingRefused(f"resume: {settings.out} has no run to go on with")
-        if settings.resume and plan_file.is_file():
+        settings.check_out(plan_file)
+        if plan_file.is_file():
             old = Plan.read(plan_file)
-        elif plan_file.exists():
-            raise TrainingRefused(f"out: {settings.out} has a run; --resume goes on with it")
         if settings.workers > 1:
             from cluster.training.workers import check_installed
 

@@ -18,7 +18,6 @@ from typing import Any
 from cluster.bench.plots import MARK, Plot, line, to_svg
 from cluster.training.job import MANY, Job
 from cluster.training.report import expected, latency_table
-from replicas.errors import TrainingRefused
 from replicas.training import DRAFT_LEN, FeatureFolder, Fit, Item, Point, Training, fit
 from scheduler.messages import ReplicaSpec
 
@@ -48,13 +47,9 @@ def measure_laws(job: Job, minutes: float) -> Laws:
     for points that tell nothing."""
     out, found = job.settings.out, {}
     file = out / "laws.json"
-    if job.settings.resume:
-        if not out.is_dir():
-            raise TrainingRefused(f"resume: {out} has no run to go on with")
-        if file.is_file():
-            found = json.loads(file.read_text(encoding="utf-8"))
-    elif file.exists() or any(out.glob("laws-*.pt")):
-        raise TrainingRefused(f"out: {out} has a run; --resume goes on with it")
+    job.settings.check_out(file, *out.glob("laws-*.pt"))
+    if file.is_file():
+        found = json.loads(file.read_text(encoding="utf-8"))
     job.check()
     out.mkdir(parents=True, exist_ok=True)
     folder, _, _ = job.conversations()

@@ -42,6 +42,13 @@ class JobSettings:
     cache_gib: float = 20.0
     seed: int = 0
 
+    def check_out(self, *left: Path) -> None:
+        """`left`: files that a run leaves there. Raises TrainingRefused."""
+        if self.resume and not self.out.is_dir():
+            raise TrainingRefused(f"resume: {self.out} has no run to go on with")
+        if not self.resume and any(file.exists() for file in left):
+            raise TrainingRefused(f"out: {self.out} has a run; --resume goes on with it")
+
 
 @dataclass(frozen=True)
 class Plan:

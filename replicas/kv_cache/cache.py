@@ -136,7 +136,7 @@ class PagedCache:
 
     def room(self, runs: int, numbers: int) -> torch.Tensor:  # [runs, numbers]
         """Of the standing buffer, for `gather`."""
-        if self._gathered.shape[0] < runs * numbers:
+        if len(self._gathered) < runs * numbers:
             self._gathered = self._gathered.new_empty(runs * numbers)
         return self._gathered[: runs * numbers].view(runs, numbers)
 

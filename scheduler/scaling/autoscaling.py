@@ -44,7 +44,7 @@ class AutoscalingConfig(BaseModel):
     drain_s: float = Field(
         default=10.0,
         gt=0,
-        description="Target time to serve all outstanding tokens of accepted requests.",
+        description="Target time to serve all outstanding tokens of admitted requests.",
     )
     up_delay_s: float = Field(
         default=2.0,

@@ -47,7 +47,7 @@ class Pool:
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
         self.sequences: dict[str, Sequence] = {}
-        """Accepted and not yet let go: also leaving sequences, whose id is still taken."""
+        """Admitted and not yet let go: also leaving sequences, whose id is still taken."""
         self.waiting = WaitingQueue(config.priority_age_s)
         self.replicas: dict[str, ReplicaRecord] = {}
         self.specs: list[ReplicaSpec] = []
@@ -69,7 +69,7 @@ class Pool:
 
     # ----------------------------------------------------------------- sequences
 
-    def accept(self, request: Request, now_s: float) -> Sequence:
+    def admit(self, request: Request, now_s: float) -> Sequence:
         """A new record, not yet in the queue."""
         self._number += 1
         sequence = Sequence(request, self._number, now_s, committed=list(request.committed))

@@ -89,11 +89,11 @@ RESIDENT = frozenset({State.PREFILLING, State.PARTIAL, State.READY, State.STEPPI
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """The pool's record of one accepted request."""
+    """The pool's record of one admitted request."""
 
     request: Request
     number: int
-    """Rises with every accepted request: the order of arrival."""
+    """Rises with every admitted request: the order of arrival."""
     arrived_s: float = 0.0
     deadline_s: float | None = None
     state: State = State.WAITING

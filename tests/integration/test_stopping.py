@@ -164,7 +164,7 @@ def refused_while(streams: Streams) -> grpc.RpcError:
         except grpc.RpcError as error:
             assert streams.running, "the streams were over before the refusal"
             return error
-        assert streams.running, "new requests were accepted until the end"
+        assert streams.running, "new requests were admitted until the end"
 
 
 def test_ctrl_c_lets_streams_run_on_and_a_second_signal_stops_at_once(keyed: Keyed) -> None:

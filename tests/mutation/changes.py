@@ -21,7 +21,7 @@ TUNED = {
     "how fast a mean forgets": "RATE_S REACHED_RECENT DECAY PRIOR_TRIES CLASS_TRIES FIRST_GUESS "
     "_GUESS_TRIES CELL_RATE SPEED_RATE COUNT_MAX _MEMORY_S _SAMPLE_S",
     "how much is looked at or kept": "CANDIDATES_MAX SCAN_MAX CELLS_MAX FIT_EVERY STALE _SLACK "
-    "_LIKELIEST _LIKELIEST_OF_DRAFT _COLUMNS _COLUMNS_PER_TOKEN",
+    "_LIKELIEST _LIKELIEST_OF_DRAFT _COLUMNS _COLUMNS_PER_TOKEN _KEY_BYTES",
     "a weight found by measuring": "PREFIX_TOKENS_PER_ROW PREFILL_TOKENS_PER_STEP LAG OUTLIER "
     "FALLBACK PROBE_SHARE PROBE_SAVED ROUND_TRIP_SHARE GAP_SHARE CHUNK_STEPS_MAX "
     "CHUNK_FIXED_SHARE BATCH_S_MAX CAP_GROWTH LOOK_S STARTING_MAX DOWN_SHARE _RAGGED",
@@ -130,7 +130,9 @@ def _is_left_out(node: ast.AST) -> bool:
     match node:
         case ast.Assert() | ast.Raise() | ast.JoinedStr() | ast.Import() | ast.ImportFrom():
             return True
-        case ast.keyword(arg="strict"):  # of zip: an assertion
+        case ast.keyword(arg="strict" | "sorted"):  # of zip: an assertion; of topk: speed alone
+            return True
+        case ast.keyword(arg="dim" | "axis"):  # one axis has two numbers
             return True
         case ast.FunctionDef(name="check_integrity" | "__repr__"):
             return True
@@ -146,6 +148,10 @@ def _is_left_out(node: ast.AST) -> bool:
 
 def _instead(node: ast.AST) -> Iterator[str]:
     match node:
+        case ast.Compare(
+            ops=[ast.Lt() | ast.LtE() | ast.Gt() | ast.GtE()], comparators=[ast.Name(id=name)]
+        ) if name in _TUNED:  # as its number one more or less
+            return
         case ast.Compare(left=left, ops=[op], comparators=right):
             yield f"({ast.unparse(ast.Compare(left, [_SWAPPED[type(op)]()], right))})"
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _SWAPPED:

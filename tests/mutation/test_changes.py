@@ -31,6 +31,7 @@ def f(a: int = 1) -> int:
     assert a < 3, "not 4"
     _log.info(5)
     g()
+    b = h(a, dim=5, sorted=True) >= LAG
     if a < 6 and not b:
         raise ValueError(f"{a + 7}")
     for _ in zip(a, a, strict=True):

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from cluster.config import FrontendConfig
-from cluster.frontend.bounded import BoundedWork
+from cluster.frontend.bounded_work import BoundedWork
 from cluster.frontend.prompts import ChatPrompt
 from cluster.frontend.target_text import TargetText
 from cluster.verify import verify

@@ -88,5 +88,5 @@ def test_what_an_earlier_incarnation_accepted_is_not_refused_for_load() -> None:
     hand = Hand(waiting_requests_max=1)
     hand.submit("a")
     assert only(hand.submit("b"), Reject).code is RejectCode.OVERLOADED
-    assert hand.tell(Submit(Request("c", (1, 2), 4), accepted_before=True)) == []
+    assert hand.tell(Submit(Request("c", (1, 2), 4), admitted_before=True)) == []
     assert hand.waiting() == ["a", "c"]

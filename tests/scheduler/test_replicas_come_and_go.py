@@ -45,7 +45,7 @@ def test_one_that_was_accepted_is_served_whichever_replica_comes_back_first(
     for event in back:
         if event == "submit":
             request = Request("a", (1,) * 40, 40, committed=committed)
-            actions = hand.tell(Submit(request, accepted_before=True, validated=True))
+            actions = hand.tell(Submit(request, admitted_before=True, validated=True))
             assert not of_kind(actions, Reject)
         else:
             hand.join(event, kv_blocks=10 if event == "small" else 100)
@@ -55,7 +55,7 @@ def test_one_that_was_accepted_is_served_whichever_replica_comes_back_first(
 
 def test_one_that_no_pool_has_checked_is_refused_by_the_replicas_there_are_or_the_first() -> None:
     """It was sent to a pool that went before it said whether one can serve it, or waits."""
-    submit = Submit(Request("a", (1,) * 40, 40, committed=(1, 1)), accepted_before=True)
+    submit = Submit(Request("a", (1,) * 40, 40, committed=(1, 1)), admitted_before=True)
     hand = Hand()
     hand.join("small", kv_blocks=10)
     assert only(hand.tell(submit), Reject).field == "max_new_tokens"
@@ -71,7 +71,7 @@ def test_one_that_no_pool_has_checked_is_refused_by_the_replicas_there_are_or_th
 
 def test_those_behind_one_that_was_validated_are_validated_all_the_same() -> None:
     hand = Hand()
-    hand.tell(Submit(Request("a", (1,) * 40, 40), accepted_before=True, validated=True))
+    hand.tell(Submit(Request("a", (1,) * 40, 40), admitted_before=True, validated=True))
     hand.submit("b", prompt=(1, 5000), max_new_tokens=9)
     hand.join("small", kv_blocks=10)
     assert set(hand.finishes) == {"b"}

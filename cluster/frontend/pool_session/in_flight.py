@@ -1,4 +1,4 @@
-"""One accepted request as a frontend keeps it, whichever pool serves it."""
+"""One admitted request as a frontend keeps it, whichever pool serves it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PROBATION_TOKENS = 64
 
 @dataclass(slots=True, eq=False)
 class InFlightRequest:
-    """An accepted request: what was delivered and whether it has ended."""
+    """An admitted request: what was delivered and whether it has ended."""
 
     request: Request
     deadline_s: float

@@ -97,7 +97,7 @@ class PoolSession:
         self._sent_tokens = 0
         """What requests may commit that were handed to it since then."""
         self.stopping = asyncio.Event()
-        """Set while the pool accepts no new request, as far as is known here."""
+        """Set while the pool admits no new request, as far as is known here."""
         self.cut = False
         """Whether it has said that the grace time of a stop is over."""
         self._task: asyncio.Task[None] | None = None

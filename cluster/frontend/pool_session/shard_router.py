@@ -75,7 +75,7 @@ class ShardRouter:
         self._stranded_s: list[float | None] = [None] * len(pools)
         """Since when a shard cannot serve all of its requests."""
         self.stopping = asyncio.Event()
-        """Set while a shard accepts no new request: they are all told to stop, one by one."""
+        """Set while a shard admits no new request: they are all told to stop, one by one."""
         self._mover: asyncio.Task[None] | None = None
 
     def submit(

@@ -11,7 +11,7 @@ from functools import lru_cache
 from itertools import takewhile
 from typing import Any
 
-from cluster.frontend.chat_template import rendered
+from cluster.frontend.bounded import rendered
 from cluster.frontend.tools.formats import AUTO, ToolFormat, formats_named
 from cluster.frontend.tools.reader import ToolReader
 

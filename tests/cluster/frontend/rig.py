@@ -12,7 +12,7 @@ from grpc import StatusCode
 
 from cluster.config import ClusterConfig, FrontendConfig
 from cluster.config_sources import from_args
-from cluster.frontend.bounded import BoundedWork
+from cluster.frontend.bounded_work import BoundedWork
 from cluster.frontend.grpc_api.api import GrpcApi
 from cluster.frontend.pool_session import InFlightRequest, PoolSession
 from cluster.frontend.service import FrontendService

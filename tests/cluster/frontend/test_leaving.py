@@ -109,7 +109,7 @@ async def test_while_replicas_fail_to_start_new_calls_end_with_the_reason(
         ready, models = await http(app, path="/readyz"), await http(app, path="/v1/models")
         assert (ready.status, ready.body.decode()) == (503, REASON)
         assert (models.status, models.error["message"]) == (503, REASON)
-        # Serve tries again: what was accepted waits.
+        # Serve tries again: what was admitted waits.
         assert not waits.done()
         said.append(("", False))
         await until(lambda: not made.service.unable)

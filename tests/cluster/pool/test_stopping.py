@@ -43,7 +43,7 @@ SLOW_BEATS = from_args({"pool": {"lease_s": 3000.0}})
 
 
 async def stop(made: GrpcApi, cut: bool = False) -> int:
-    reply = await pool_of(made).actor.stop_accepting(60.0, cut)
+    reply = await pool_of(made).actor.stop_admitting(60.0, cut)
     await made.service.stopping.wait()
     return reply.unfinished
 
@@ -130,9 +130,9 @@ class Handle:
             self.asked += 1
             if self.hangs:
                 return Future()
-            return asyncio.run_coroutine_threadsafe(wire.actor.stop_accepting(*args), loop)
+            return asyncio.run_coroutine_threadsafe(wire.actor.stop_admitting(*args), loop)
 
-        self.stop_accepting = SimpleNamespace(remote=remote)
+        self.stop_admitting = SimpleNamespace(remote=remote)
 
 
 def stopping_of(s: Cluster, grace_s: float) -> tuple[list[Handle], asyncio.Future[None]]:
@@ -181,7 +181,7 @@ async def test_a_request_that_moves_in_the_grace_time_is_finished() -> None:
 
 
 async def test_what_a_pool_had_that_restarts_in_the_grace_time_is_finished() -> None:
-    """The new pool accepts again what the other one had, though it is told to stop before."""
+    """The new pool admits again what the other one had, though it is told to stop before."""
     stands_at_s: list[float] = []
 
     def clock() -> float:

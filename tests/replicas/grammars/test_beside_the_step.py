@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ALL_COMPLETED, Future, wait
 from dataclasses import replace
 
 import pytest
 
 from cluster.local.engine import LocalEngine, Output
-from replicas.grammars import GrammarError, Grammars, GrammarState, grammar_of, state
+from replicas.decoding import DecodingRows, RowState
+from replicas.grammars import GrammarError, Grammars, GrammarState, grammar_of, state, threads
 from replicas.replica import Replica
 from scheduler.config import SchedulerConfig
 from scheduler.decoding import Decoding
@@ -84,6 +86,32 @@ def test_others_end_while_a_grammar_is_compiled_and_its_row_goes_on_afterwards(
     run.run()
     assert said(outputs) == expected
     assert outputs[0].reason is FinishReason.LENGTH
+
+
+def test_a_step_waits_for_a_grammar_that_is_compiled_only_where_it_has_no_other_row(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The grammar is compiled once a step waits for it."""
+    held = Held()
+
+    def wait_for(
+        work: Iterable[Future[object]], _bound_s: float, until: str = ALL_COMPLETED
+    ) -> None:
+        if work := list(work):
+            held.may.set()
+        wait(work, 60, until)
+
+    monkeypatch.setattr(threads, "wait", wait_for)
+    row = RowState(Decoding(1, grammar=COSTLY), [1], frozenset(), held)
+    try:
+        assert DecodingRows([row, None]).redraft([[], []], [0, 0]) == ([[], []], {0})
+        assert not held.may.is_set()
+        alone = DecodingRows([row])
+        assert alone.redraft([[]], [0]) == ([[]], {0})
+        assert held.may.is_set()
+        assert alone.redraft([[]], [0]) == ([[]], set())
+    finally:
+        held.may.set()
 
 
 def test_a_row_whose_masks_are_slow_takes_part_once_they_are_there(

@@ -187,6 +187,19 @@ def test_a_later_query_finds_what_it_sees_and_no_sequence_has_more_than_is_count
             lives.step(name, size, kept)
 
 
+@pytest.mark.parametrize("window", range(1, 12))
+def test_some_length_takes_all_blocks_that_are_counted_for_a_window(window: int) -> None:
+    group = BlockGroup((0,), window=window)
+    blocks = BlockAllocator(100, BLOCK, (group,))
+    held = []
+    for length in range(2, 40):
+        blocks.reach("a", length - 1)
+        blocks.slide("a", length - 2)
+        blocks.reach("a", length - 1 + AHEAD)
+        held.append(100 - blocks.free_blocks)
+    assert max(held) == group.blocks_most(BLOCK)
+
+
 def filled(blocks: BlockAllocator, name: str, tokens: list[int]) -> int:
     """In passes of 8; returns the blocks of tokens that were found."""
     keys = Chain((), "", BLOCK).keys(tokens, len(tokens) // BLOCK)

@@ -13,7 +13,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from cluster.config import FrontendConfig
-from cluster.frontend.bounded import BoundedWork
+from cluster.frontend.bounded_work import BoundedWork
 from cluster.frontend.prompts import ChatPrompt
 from cluster.frontend.target_text import TargetText
 from replicas import names

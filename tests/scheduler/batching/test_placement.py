@@ -75,7 +75,7 @@ def pool_of(replicas: list[tuple[int, int, bool, bool]], rows_max: int) -> Pool:
         if has_prefix:
             replica.note_prefix(Sequence(Request("gone", LONG, 9), 0))
         for number in range(load):
-            resident = pool.accept(Request(f"{index} {number}", (1, 2), 6), 0.0)
+            resident = pool.admit(Request(f"{index} {number}", (1, 2), 6), 0.0)
             pool.waiting.add(resident)
             pool.place(resident, replica, 0.0)
         if busy:

@@ -27,9 +27,11 @@ DRAFT_QUICK = LinearTimes(
 )
 
 
-def stepping(rows: int, rows_max: int, overlaps: bool, times: LinearTimes) -> list[list[str]]:
+def stepping(
+    rows: int, rows_max: int, overlaps: bool, times: LinearTimes, **changes: int
+) -> list[list[str]]:
     """The rows of each batch of steps that is in flight once all rows are filled."""
-    hand = Hand(rows_max=rows_max, draft_len=K, draft_len_max=K, prefill_rows_max=64)
+    hand = Hand(rows_max=rows_max, draft_len=K, draft_len_max=K, prefill_rows_max=64, **changes)
     hand.join(overlaps=overlaps, trials=tuple(trials(times)), kv_blocks=10_000)
     for number in range(rows):
         hand.submit(f"q{number}", max_new_tokens=200)
@@ -66,6 +68,8 @@ def test_one_batch_is_parted_where_halves_take_half_the_time() -> None:
         prefill=LinearCost(0.001),
     )
     assert [len(batch) for batch in stepping(16, 32, True, by_rows)] == [8, 8]
+    waiting_once = stepping(16, 32, True, by_rows, wait_rounds=1)
+    assert [len(batch) for batch in waiting_once] == [8, 8], "no row is due in its first round"
     assert [len(batch) for batch in stepping(16, 32, False, by_rows)] == [16]
 
 

@@ -323,7 +323,7 @@ def move(hand: Hand, to: Hand, new: dict[str, int]) -> None:
         to.records[name] = hand.records.get(name, FailureRecord())
         to.tokens[name] = list(tokens)
         request = Request(name, (1,) * 3, new[name], committed=tokens)
-        to.tell(Submit(request, accepted_before=True, record=to.records[name]))
+        to.tell(Submit(request, admitted_before=True, record=to.records[name]))
     to.finishes |= hand.finishes
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from cluster.config import ClusterConfig
 from cluster.config_sources import from_args
-from cluster.frontend.bounded import BoundedWork
+from cluster.frontend.bounded_work import BoundedWork
 from cluster.frontend.target_text import TargetText
 from tests.cluster.frontend.http_rig import Answer, post, templated
 

@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerFast
 from cluster.config_sources import from_args
 from cluster.frontend import service
 from cluster.frontend.admission.keys import add
-from cluster.frontend.bounded import BoundedWork
+from cluster.frontend.bounded_work import BoundedWork
 from cluster.frontend.structure import Structure
 from cluster.frontend.target_text import TargetText
 from replicas import grammars

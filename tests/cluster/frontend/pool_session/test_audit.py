@@ -116,7 +116,7 @@ async def test_a_stop_does_not_wait_for_an_audit() -> None:
     async with served(replica, counts) as made:
         await ask(made, 0)
         await until(lambda: unfinished(made.service) == 1)
-        await pool_of(made).actor.stop_accepting(100.0)
+        await pool_of(made).actor.stop_admitting(100.0)
         await until(lambda: not unfinished(made.service))
     assert counts["audited_requests"] == 0
 

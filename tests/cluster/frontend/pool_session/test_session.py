@@ -63,7 +63,7 @@ async def test_a_session_that_is_given_up_is_ended_and_its_requests_go_on(lost: 
         await until(lambda: not w.fakes[0].residents)
 
 
-async def test_a_restarted_pool_refuses_nothing_that_was_accepted_before() -> None:
+async def test_a_restarted_pool_refuses_nothing_that_was_admitted_before() -> None:
     config = CONFIG.model_copy(
         update={"scheduler": CONFIG.scheduler.model_copy(update={"waiting_requests_max": 2})}
     )

@@ -151,12 +151,12 @@ async def test_a_cancel_finds_its_request_after_a_move() -> None:
 
 async def test_one_shard_that_stops_stops_the_server() -> None:
     async with shards(1, 1) as s:
-        await s.wires[1].actor.stop_accepting(60.0)
+        await s.wires[1].actor.stop_admitting(60.0)
         await s.router.stopping.wait()
         # What the other one says changes nothing.
         await asyncio.sleep(2 * CONFIG.pool.beat_s)
         assert s.router.stopping.is_set()
-        await s.wires[1].actor.stop_accepting(0.0)
+        await s.wires[1].actor.stop_admitting(0.0)
         await until(lambda: not s.router.stopping.is_set())
 
 

@@ -1,4 +1,4 @@
-"""The two kinds of work: structures are checked, and chat templates rendered."""
+"""Structures are checked, and chat templates rendered, in child processes with bounds."""
 
 from __future__ import annotations
 
@@ -6,21 +6,18 @@ import hashlib
 import json
 import tempfile
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 from cluster.config import FrontendConfig
-from cluster.frontend.bounded.children import Children, Run
-from cluster.frontend.bounded.process import Bounds, Child, TooMuch, WorkRefused
+from cluster.frontend.bounded import Bounds, Child, Children, Run, TooMuch, WorkRefused
 from cluster.frontend.prompts import ChatPrompt
 from cluster.frontend.structure import Structure
+from cluster.frontend.target_text import TargetText
 from scheduler.errors import InvalidRequest
-
-if TYPE_CHECKING:
-    from cluster.frontend.target_text import TargetText
 
 _VERDICTS_MAX = 256
 _VERDICT_BYTES_MAX = 16 << 20
@@ -198,27 +195,6 @@ def _refusals_of_template() -> Iterator[None]:
     else:
         return
     raise InvalidRequest("messages", reason)
-
-
-@contextmanager
-def templates_at_load() -> Iterator[Callable[[Sequence[Any], Mapping[str, Any]], str]]:
-    """A process of its own that renders templates, in the bounds of one request's.
-
-    What it gives takes conversations and what else a template is told, and returns their texts,
-    joined. That raises WorkRefused, Overloaded and ChildrenFailed.
-    """
-    defaults = FrontendConfig()
-    limits = (defaults.bounded_s_max, defaults.bounded_mb_max, defaults.prompt_bytes_max)
-    children = Children(lambda bounds: Child("rendering", None, bounds), Bounds(*limits), 1)
-
-    def render(conversations: Sequence[Any], told: Mapping[str, Any]) -> str:
-        made = children.run_now(json.dumps([conversations, told]).encode())
-        return made.decode("utf-8", "surrogatepass")
-
-    try:
-        yield render
-    finally:
-        children.close()
 
 
 def _as_dict(value: object) -> dict[Any, Any]:

@@ -6,11 +6,14 @@ tokenizer: the special tokens that a template may write have names of their own 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-from cluster.config import ConfigError
-from cluster.frontend.bounded import WorkRefused, templates_at_load
+from cluster.config import ConfigError, FrontendConfig
+from cluster.frontend.bounded.children import Children
+from cluster.frontend.bounded.process import Bounds, Child, WorkRefused
 
 _SPECIAL_TOKENS = {f"{name}_token": f"<{name}>" for name in ("bos", "eos", "pad", "unk")}
 
@@ -25,7 +28,7 @@ def check_template(template: str | Mapping[str, str] | None, origin: str) -> Non
     """
     texts = template.values() if isinstance(template, Mapping) else (template,)
     if given := [text for text in texts if text is not None]:
-        with templates_at_load() as render:
+        with _renderer() as render:
             for text in given:
                 try:
                     render([], {"chat_template": text})
@@ -39,10 +42,31 @@ def rendered(
     """The texts of conversations with these tools; None for each that the template refuses."""
     texts: list[str | None] = []
     told = {"chat_template": template, "tools": list(tools), **_SPECIAL_TOKENS}
-    with templates_at_load() as render:
+    with _renderer() as render:
         for turns, to_answer in conversations:
             try:
                 texts.append(render([list(turns)], {**told, "add_generation_prompt": to_answer}))
             except WorkRefused:
                 texts.append(None)
     return texts
+
+
+@contextmanager
+def _renderer() -> Iterator[Callable[[Sequence[Any], Mapping[str, Any]], str]]:
+    """A process of its own that renders templates, in the bounds of one request's.
+
+    What it gives takes conversations and what else a template is told, and returns their texts,
+    joined. That raises WorkRefused, Overloaded and ChildrenFailed.
+    """
+    defaults = FrontendConfig()
+    limits = (defaults.bounded_s_max, defaults.bounded_mb_max, defaults.prompt_bytes_max)
+    children = Children(lambda bounds: Child("rendering", None, bounds), Bounds(*limits), 1)
+
+    def render(conversations: Sequence[Any], told: Mapping[str, Any]) -> str:
+        made = children.run_now(json.dumps([conversations, told]).encode())
+        return made.decode("utf-8", "surrogatepass")
+
+    try:
+        yield render
+    finally:
+        children.close()
