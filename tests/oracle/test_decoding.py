@@ -51,11 +51,19 @@ IDS = {marker: ord(char) - 29 for marker, char in SPECIAL.items()}
 MARKUP = Markup(IDS)
 
 
-def of_tool(choice: Any, form: str, text: Structure | None = None, reasons: str = "") -> str:
-    """The grammar of calls and text, behind reasoning of this format."""
+def of_tool(
+    choice: Any,
+    form: str,
+    text: Structure | None = None,
+    reasons: str = "",
+    budget: int | None = None,
+) -> str:
+    """The grammar of calls and text, behind reasoning of this format, which has begun if it has
+    tokens for its budget."""
     structure = tool_structure(ToolUse((TOOL,), choice), TOOL_FORMATS[form], MARKUP, text)
     if reasons:
-        structure = behind_reasoning(REASONING_FORMATS[reasons], None, structure, MARKUP)
+        opened = None if budget is None else True
+        structure = behind_reasoning(REASONING_FORMATS[reasons], opened, structure, MARKUP, budget)
     assert structure is not None
     return grammar_of(*structure.described)
 

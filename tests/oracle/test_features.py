@@ -4,6 +4,9 @@ it, it receives what it receives alone without a drafter, to the last bit.
 The table is made, not written: every drafter, greedy and sampled, every feature, batch 1 and 8.
 `make test` runs cells that a seed draws, LOCKSTEP_FEATURES_SEED if it is set; `make test-slow` runs
 the others. A cell is a test with a name of its own, so one that fails is run again by it.
+
+What follows reasoning, a schema or a forced call, has a table of its own, with every drafter and
+batch at draft lengths 0 and 4.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from scheduler.config import SchedulerConfig
 from scheduler.decoding import Decoding
 from scheduler.messages import Request, Sampling
 from tests.oracle.drafters import replica_of
-from tests.oracle.test_decoding import CALL, EOS, SCHEMA, of_tool, tokenizer
+from tests.oracle.test_decoding import CALL, EOS, IDS, SCHEMA, of_tool, thought, tokenizer
 from tests.oracle.test_drafters import DRAFTERS, TIGHT
 from tests.tiny_pairs import DEVICE, VOCAB
 
@@ -114,9 +117,32 @@ def long(number: int, request: Request, alone: Alone | None) -> Request:
     return replace(request, prompt=tuple(rng.randrange(60, 65) for _ in range(60)))
 
 
+def thinking(*grammars: str) -> Change:
+    """Each request reasons, and has the next of these and room for it."""
+    # An object may have further names; so most end.
+    asked = {"logit_bias": ((ord("}") - 29, 6.0), (EOS, 6.0)), "logprobs": 1}
+    change = decoding(*({"grammar": grammar, **asked} for grammar in grammars))
+
+    def changed(number: int, request: Request, alone: Alone | None) -> Request:
+        return replace(change(number, request, alone), max_new_tokens=3 * NEW)
+
+    return changed
+
+
 OBJECT = grammar_of("json_schema", [json.dumps(SCHEMA)])
 HERMES = of_tool("auto", "hermes")
 THINKING = of_tool("required", "mistral", reasons="mistral")
+BUDGETS = (1, 4, 7)
+BEHIND = {
+    "schema_behind_reasoning": Feature(
+        thinking(*(thought("mistral", True, budget) for budget in BUDGETS))
+    ),
+    "call_behind_reasoning": Feature(
+        thinking(
+            *(of_tool("required", "mistral", reasons="mistral", budget=most) for most in BUDGETS)
+        )
+    ),
+}
 FEATURES = {
     "plain": Feature(),
     "penalties": Feature(
@@ -142,6 +168,7 @@ FEATURES = {
     "prefix_hit": Feature(alike, first=2),
     "preemption": Feature(long, blocks=TIGHT),
     "abort_of_a_mate": Feature(mates=4),
+    **BEHIND,
 }
 
 
@@ -273,3 +300,41 @@ def test_a_request_receives_what_it_receives_alone_without_a_drafter(
     assert (drafted > 0) == (drafter != "none")
     replica.check_integrity()
     assert replica.residents == ()
+
+
+def behind_cells() -> list[object]:
+    """`make test` runs the model at batch 8 with drafts of 4."""
+    every = product(DRAFTERS, (1, 8), (0, 4), (False, True), BEHIND)
+    return [
+        pytest.param(
+            *cell,
+            id=f"{cell[0]}-{cell[1]}-{cell[2]}-{'sampled' if cell[3] else 'greedy'}-{cell[4]}",
+            marks=() if cell[:3] == ("model", 8, 4) else pytest.mark.slow,
+        )
+        for cell in every
+        if cell[0] != "none"
+    ]
+
+
+@pytest.mark.parametrize(("drafter", "rows", "draft_len", "hot", "name"), behind_cells())
+def test_what_follows_reasoning_is_the_same_with_every_drafter(
+    drafter: str, rows: int, draft_len: int, hot: bool, name: str
+) -> None:
+    made, stops = asked(hot, name)
+    expected = alone(hot, name)
+    answered = [
+        (request, answer.output.tokens) for request, answer in zip(made, expected, strict=True)
+    ]
+    replica = replica_of(
+        drafter, answered, num_gpu_blocks_override=2048, deterministic=DEVICE != "cpu"
+    )
+    replica.grammars = Grammars(tokenizer(), [EOS], VOCAB)
+    engine = LocalEngine(replica, SchedulerConfig(rows_max=rows, draft_len=draft_len))
+    some = [replace(request, draft_len=None) for request in made]
+    for got, known in zip(read(engine, some, stops), expected, strict=True):
+        assert got.whole == known.whole
+    ends = [known.output.tokens.index(IDS["[/THINK]"]) for known in expected]
+    assert all(end < NEW for end in ends), "the structure begins within the limit"
+    assert any(known.output.tokens[-1] == EOS for known in expected), "and may end within it"
+    drafted = sum(result.draft_tokens for step in engine.results for result in step.rows)
+    assert (drafted > 0) == (draft_len > 0)
