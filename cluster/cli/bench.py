@@ -112,7 +112,7 @@ def bench(
         raise typer.BadParameter("--openai needs --prompts")
     from cluster.bench import session
     from cluster.bench.arrivals import Closed, Extent, Poisson
-    from cluster.cli.terminal import Bars
+    from cluster.local.console import Bars
 
     if requests is None and duration is None:
         requests = 64
@@ -150,7 +150,8 @@ def _measured(plan: Any, service: Any, bars: Any, server: Any) -> Report:
 
     from cluster.bench.session import measure
     from cluster.bench.workload import Unanswered
-    from cluster.cli.terminal import console, failure
+    from cluster.cli.client_flags import failure
+    from cluster.local.console import console
 
     notes = console(stderr=True)
     try:
@@ -172,7 +173,7 @@ def _print(report: Report) -> None:
     from rich.table import Table
 
     from cluster.bench.report import load_tables
-    from cluster.cli.terminal import console
+    from cluster.local.console import console
 
     out = console()
     out.print(str(report.settings["arrivals"]))

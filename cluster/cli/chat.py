@@ -9,8 +9,8 @@ from typing import Any
 
 import grpc
 
+from cluster.cli.client_flags import failure
 from cluster.cli.generate import figures
-from cluster.cli.terminal import failure
 from cluster.client import Client, RetryPolicy
 from cluster.client.channel import Server
 from protos import lockstep_pb2 as pb

@@ -1,17 +1,23 @@
-"""Flags of what clients say: the server to speak to, and the fields of a request."""
+"""What the commands of clients share: flags for the server and the fields of a request, and why a
+call failed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from cluster.cli.flags import Command, adding, keyword, parameters_of
 from cluster.config import ConfigError
 from cluster.config_sources import api_key, server_address
+
+if TYPE_CHECKING:
+    import grpc
+
+    from cluster.client.channel import Server
 
 
 def with_server(command: Command) -> Command:
@@ -100,3 +106,10 @@ def _server(
         return Server(address or server_address(), api_key(api_key_file), tls)
     except (ConfigError, OSError, ValueError) as error:
         raise typer.BadParameter(str(error)) from None
+
+
+def failure(server: Server, error: grpc.RpcError) -> str:
+    """Why a call to the server failed."""
+    if error.code().name == "UNAVAILABLE" and "connect" in (error.details() or ""):
+        return f"No server answers at {server.address}; `lockstep serve` starts one."
+    return f"{server.address}: {error.code().name}: {error.details()}"

@@ -20,7 +20,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from cluster.cli.terminal import Terminal, failure
+from cluster.cli.client_flags import failure
+from cluster.cli.serve import Terminal
 from cluster.client import AsyncClient
 from cluster.client.channel import Server
 from cluster.config import ClusterConfig

@@ -8,9 +8,10 @@ from typing import Any
 import grpc
 from google.protobuf.json_format import MessageToJson
 
-from cluster.cli.terminal import console, failure
+from cluster.cli.client_flags import failure
 from cluster.client import Client
 from cluster.client.channel import Server
+from cluster.local.console import console
 from protos import lockstep_pb2 as pb
 
 

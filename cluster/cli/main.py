@@ -15,10 +15,10 @@ from cluster.cli.bench import bench
 from cluster.cli.client_flags import PriorityName, with_request, with_server
 from cluster.cli.flags import ENGINE, PARSERS, SectionedCommand, help_of, with_settings
 from cluster.cli.simulate import simulate
+from cluster.cli.train_drafter import train_drafter
 from cluster.config import ConfigError, ServerConfig
 from cluster.config_sources import from_args, text_of
 from cluster.frontend.admission import keys as store
-from cluster.training.command import train_drafter
 
 main = typer.Typer(
     name="lockstep",
@@ -135,7 +135,7 @@ def verify(
     Each prompt gets 128 new tokens, unless --max-new-tokens is given.
     """
     from cluster import verify as verifying
-    from cluster.cli.terminal import Bars, console
+    from cluster.local.console import Bars, console
     from cluster.prompt_files import read_prompts
     from cluster.worker.loading import tell_of_weights
     from scheduler.errors import InvalidRequest

@@ -15,8 +15,8 @@ import torch
 from pydantic import ByteSize
 from rich.table import Table
 
-from cluster.cli.terminal import console
 from cluster.config import ClusterConfig
+from cluster.local.console import console
 from replicas.config import ReplicaConfig
 from replicas.errors import PairRefused, TooLittleMemory
 from replicas.memory import MemoryPlan, Workload, plan_memory

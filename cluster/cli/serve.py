@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from cluster.cli.terminal import Terminal
 from cluster.client import Client
-from cluster.config import ClusterConfig, ConfigError
+from cluster.config import ClusterConfig, ConfigError, LogFormat
 from cluster.config_sources import api_key, checked_key, overridden
 from cluster.frontend.admission.keys import hash_of
+from cluster.local.console import console
+from cluster.metrics.log import said_by
+from cluster.worker.loading import LOGGER
 from replicas.errors import PairRefused
 from replicas.names import DEMO, SMOLLM2, TINY, with_revision
 
@@ -174,3 +178,49 @@ def _wait_until_ready(
                 raise
             return str(error)
     return None
+
+
+class Terminal:
+    """Says how far a cluster is: a line for each change.
+
+    The lines of Ray's processes come to `take`, unless `verbose`.
+    """
+
+    def __init__(self, verbose: bool, stderr: bool = True, log_format: LogFormat = "text") -> None:
+        self.console = console(stderr)
+        self._json = log_format == "json"
+        if verbose:
+            # Ray reads it when it is imported; else it holds back what a second replica says alike.
+            os.environ.setdefault("RAY_DEDUP_LOGS", "0")
+        self.tell = None if verbose else self.take
+        """For `ClusterRun.deploy`."""
+        self._stages: dict[tuple[str, int], str] = {}
+        """How far each replica is, by its process: address and number."""
+
+    def say(self, text: str) -> None:
+        if self._json:
+            self.console.print(json.dumps({"message": text}), soft_wrap=True)
+        else:
+            self.console.print(text)
+
+    def say_start(self) -> None:
+        self.say("Ray and Serve start ...")
+        if self.tell is not None:
+            self.say(
+                "Their logs are on each node, in session_latest/logs of Ray's temporary directory"
+                f" (/tmp/lockstep-{os.geteuid()}/ray; /tmp/ray where Ray ran before); --verbose"
+                " shows them here."
+            )
+
+    def take(self, logged: Mapping[str, Any]) -> None:
+        """What a process has logged, as Ray brings it to this process; comes on a thread of Ray's.
+
+        Of that, how far a replica is.
+        """
+        process = (logged["ip"], logged["pid"])
+        for line in logged["lines"]:
+            stage = said_by(LOGGER, line)
+            if stage and self._stages.get(process) != stage:
+                self._stages[process] = stage
+                number = list(self._stages).index(process) + 1
+                self.say(f"replica {number} (pid {process[1]}, ip {process[0]}) {stage}")

@@ -181,7 +181,7 @@ def _as_json(report: dict[str, Any]) -> str:
 def _print(cases: Sequence[dict[str, Any]]) -> None:
     from rich.table import Table
 
-    from cluster.cli.terminal import console
+    from cluster.local.console import console
 
     out = console()
     table = Table("replicas / pools", *(f"{case['replicas']} / {case['shards']}" for case in cases))

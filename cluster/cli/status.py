@@ -13,9 +13,10 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from cluster.cli.terminal import console, failure
+from cluster.cli.client_flags import failure
 from cluster.client import Client
 from cluster.client.channel import Server
+from cluster.local.console import console
 from protos import lockstep_pb2 as pb
 
 _WATCH_S = 1.0

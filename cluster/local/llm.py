@@ -15,7 +15,6 @@ from typing import Any
 from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass as validated
 
-from cluster.cli.terminal import Bars
 from cluster.frontend.admission.control import Caller
 from cluster.frontend.bounded_work import BoundedWork
 from cluster.frontend.calls import GenerateCall, check_call
@@ -25,6 +24,7 @@ from cluster.frontend.structure import Structure
 from cluster.frontend.target_text import TargetText
 from cluster.frontend.text import TextStream
 from cluster.local.arguments import TEN_YEARS_S, Arguments
+from cluster.local.console import Bars
 from cluster.local.engine import LocalEngine, Output
 from replicas.parallel import load_replica
 from scheduler.config import SchedulerConfig

@@ -1,1 +1,2 @@
-"""Training a drafter for a target: `command` has its options, `job` runs it, `workers` over Ray."""
+"""Training a drafter for a target: `job` runs it, `workers` over Ray, `laws` says what more would
+bring."""

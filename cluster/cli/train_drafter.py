@@ -100,7 +100,7 @@ def train_drafter(
         raise typer.BadParameter("give either --data or --self-generated")
     if laws and workers > 1:
         raise typer.BadParameter("--laws cannot be combined with --workers")
-    from cluster.cli.terminal import Bars, console
+    from cluster.local.console import Bars, console
     from cluster.training.job import Job
     from cluster.training.laws import measure_laws
     from cluster.training.report import write_report
