@@ -51,12 +51,6 @@ class LayerShape:
         """Whether a query sees all positions up to its own."""
         return self.window is None and self.chunk is None
 
-    @property
-    def plain(self) -> bool:
-        """Whether it is the usual attention, with all keys as wide as all values."""
-        capped = self.soft_cap is not None
-        return self.full and not capped and not self.sinks and self.head_dim == self.value_dim
-
 
 def uniform(layers: int, heads: int, kv_heads: int, head_dim: int) -> tuple[LayerShape, ...]:
     """So many layers with the usual attention, each with keys and values of its own."""

@@ -134,7 +134,7 @@ def _is_left_out(node: ast.AST) -> bool:
             return True
         case ast.keyword(arg="dim" | "axis"):  # one axis has two numbers
             return True
-        case ast.FunctionDef(name="check_integrity" | "__repr__"):
+        case ast.FunctionDef(name="check_integrity" | "passes_bound" | "__repr__"):
             return True
         case ast.Call(func=ast.Name(id="Field")):  # what a setting may be is declared there
             return True

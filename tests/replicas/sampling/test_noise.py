@@ -61,6 +61,14 @@ def test_the_noise_of_a_seed_a_position_and_a_token_is_that_of_the_definition(
     assert found < NOISE_MOST
 
 
+def test_the_greatest_noise_of_a_million_tokens_is_that_of_the_definition() -> None:
+    """It comes of the smallest number, of which no bit may be lost."""
+    for seed in range(3):
+        keys = noise_keys(torch.tensor([[seed]]), torch.tensor([[7]]))
+        found, token = gumbel_noise(keys, torch.arange(1 << 20)).flatten().max(0)
+        assert math.isclose(found.item(), by_definition(seed, 7, int(token)), abs_tol=1e-5)
+
+
 @given(st.lists(st.integers(0, 2**63 - 1), min_size=1, max_size=3), st.integers(1, 300))
 def test_noise_taken_of_some_rows_and_columns_is_that_of_the_whole(
     rows: list[int], count: int

@@ -98,6 +98,30 @@ def test_rows_that_gain_most_move_and_no_more_than_evens_the_two() -> None:
             assert sum(row.length for row in rows) + 20 + 30 > chunk or len(rows) == len(ready)
 
 
+def test_rows_that_gain_nothing_stay_beside_others_that_move() -> None:
+    """A row has more to gain by half a step with each token that it may still commit."""
+    hand = Hand(rows_max=4, draft_len=0, steps_per_batch_max=1, prefill_rows_max=8)
+    hand.join(kv_blocks=10_000, context_len=1000)
+    length = 20 * PREFILL_TOKENS_PER_STEP
+    for index in range(16):
+        hand.submit(f"q{index}", length=length, max_new_tokens=36 + index)
+    while hand.waiting():
+        hand.work()
+    hand.settle()
+    hand.join("s", kv_blocks=10_000, context_len=1000)
+    source, target = hand.replica(), hand.replica("s")
+    gains = {
+        row.id: row.tokens_left * (1 - 2 / 4) - row.length / PREFILL_TOKENS_PER_STEP
+        for row in source.ready
+    }
+    worth = {name for name, gain in gains.items() if gain > 0}
+    assert any(-1 < gain <= 0 for gain in gains.values())
+    assert any(0 < gain <= 1 for gain in gains.values())
+    moved = rows_to_move(source, target, hand.scheduler.config, 10**6)
+    assert 0 < len(worth) < 8
+    assert {row.id for row in moved} == worth
+
+
 @pytest.mark.parametrize("count", range(1, 18))
 def test_rows_move_only_to_a_replica_that_is_over_a_batch_lighter_and_only_to_save_turns(
     count: int,

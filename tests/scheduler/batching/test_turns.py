@@ -73,6 +73,17 @@ def test_one_batch_is_parted_where_halves_take_half_the_time() -> None:
     assert [len(batch) for batch in stepping(16, 32, False, by_rows)] == [16]
 
 
+def test_rows_are_not_parted_before_the_costs_are_known() -> None:
+    hand = Hand(rows_max=32, draft_len=K, draft_len_max=K, prefill_rows_max=64)
+    hand.join(overlaps=True, kv_blocks=10_000)
+    for number in range(16):
+        hand.submit(f"q{number}", max_new_tokens=200)
+    hand.settle()
+    hand.work(1)
+    (batch,) = hand.in_flight()
+    assert len(rows_of(batch)) == 16
+
+
 def test_a_batch_has_room_for_the_draft_that_follows_it() -> None:
     """So a draft ahead takes no blocks, which would be taken out of order."""
     room = {}

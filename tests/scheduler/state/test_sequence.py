@@ -23,10 +23,13 @@ def test_accepted_tokens_are_counted_by_their_place_in_the_draft(
     one = Sequence(Request("a", (1, 2), 1000), 1)
     for drafted, runs in batches:
         accepted_at = tuple(sum(run > place for run in runs) for place in range(drafted))
-        row = RowResult("a", (5,) * (sum(runs) + len(runs)), len(runs), 0, accepted_at)
+        tokens, steps = (5,) * (sum(runs) + len(runs)), len(runs)
+        tried_at = tuple(sum(run >= place for run in runs) for place in range(drafted))
+        row = RowResult("a", tokens, steps, 0, accepted_at, tried_at)
         one.commit(row)
     usage = one.usage()
     every = [run for _, runs in batches for run in runs]
     longest = max((drafted for drafted, _ in batches), default=0)
     assert usage.steps == len(every)
+    assert usage.drafts == sum(len(runs) for drafted, runs in batches if drafted)
     assert usage.accepted_at == tuple(sum(run > place for run in every) for place in range(longest))
