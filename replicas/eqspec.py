@@ -186,9 +186,7 @@ def of_numbers(
     if sampling.any_sampled:
         best = logits.amax(dim=-1)
     else:
-        best = logits.gather(-1, chosen[..., None])[..., 0]
-    if best.is_cpu and best.amin().item() > -math.inf:
-        return chosen
+        best = logits.gather(dim=-1, index=chosen[..., None]).squeeze(dim=-1)
     return chosen.masked_fill((best > -math.inf).logical_not(), _NO_TOKEN)
 
 

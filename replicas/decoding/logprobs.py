@@ -35,24 +35,24 @@ def token_logprobs(
     scores = logits.float()
     best = scores.amax(dim=-1, keepdim=True)
     masses = _sums((scores - best).exp_())
-    normal = best[:, 0] + masses.log()  # [places]
-    own = scores.gather(-1, torch.tensor(tokens, device=scores.device)[:, None])
+    normal = best.squeeze(dim=-1) + masses.log()  # [places]
+    own = scores.gather(dim=-1, index=torch.tensor(tokens, device=scores.device)[:, None])
     # Counted as float32, exact up to 2 ** 24: of a mask that is bool it takes four times as long.
     above = torch.gt(scores, own, out=torch.empty_like(scores)).sum(dim=-1)
     ranks = (above.long() + 1).tolist()
     if named:
         ids = torch.tensor(named, device=scores.device).expand(len(tokens), -1)
-        packed = _packed(ids, scores.gather(-1, ids) - normal[:, None])
+        packed = _packed(ids, scores.gather(dim=-1, index=ids) - normal[:, None])
     elif top:
-        top = scores.shape[-1] if top == -1 else min(top, scores.shape[-1])
+        _, vocab = scores.shape
+        top = vocab if top == -1 else min(top, vocab)
         at_once = max(1, _SORTED // top)
         packed = []
-        for at in range(0, len(tokens), at_once):
-            places = slice(at, at + at_once)
-            packed += _likeliest(scores[places], normal[places], top)
+        for part in zip(torch.split(scores, at_once), torch.split(normal, at_once), strict=True):
+            packed += _likeliest(*part, top)
     else:
         packed = [b""] * len(tokens)
-    logprobs = (own[:, 0] - normal).tolist()
+    logprobs = (own.squeeze(dim=-1) - normal).tolist()
     return tuple(map(TokenLogprobs, logprobs, ranks, packed))
 
 
@@ -62,11 +62,12 @@ def _likeliest(
     top: int,
 ) -> list[bytes]:
     """Of each place its `top` likeliest, packed."""
-    ids = likeliest(scores, min(top + _TIES, scores.shape[-1])).sort(dim=-1).values
-    values = scores.gather(-1, ids) - normal[:, None]
+    _, vocab = scores.shape
+    ids = likeliest(scores, min(top + _TIES, vocab)).sort(dim=-1).values
+    values = scores.gather(dim=-1, index=ids) - normal[:, None]
     # Of equals the lower id stays first.
     values, order = values.sort(dim=-1, descending=True, stable=True)
-    return _packed(ids.gather(-1, order)[:, :top], values[:, :top])
+    return _packed(ids.gather(dim=-1, index=order)[:, :top], values[:, :top])
 
 
 def _packed(
@@ -84,6 +85,6 @@ def _sums(masses: torch.Tensor) -> torch.Tensor:  # [places]
 
     torch divides a long sum among threads by how many there are; numpy adds in one order.
     """
-    if masses.is_cpu:
-        return torch.from_numpy(np.add.reduce(masses.numpy(), axis=-1))
-    return masses.sum(dim=-1)
+    if not masses.is_cpu:
+        return masses.sum(dim=-1)
+    return torch.from_numpy(np.add.reduce(masses.numpy(), axis=-1))

@@ -22,7 +22,7 @@ class RowState:
         content: Sequence[int],
         ends: frozenset[int],
         grammars: Grammars | None,
-        drafts: bool = True,
+        drafts: bool,
     ) -> None:
         """`ends`: the row's stop tokens. `drafts`: there is a drafter."""
         self.decoding = decoding
@@ -45,7 +45,8 @@ class RowState:
         self, logits: torch.Tensor, draft: Sequence[int], masks: Sequence[Mask] = ()
     ) -> None:
         """Change logits, [1 + len(draft), vocab], in place; those of place j follow the content and
-        the first j draft tokens. `masks`: what the grammar allows in the first places."""
+        the first j draft tokens. `masks`: what the grammar allows in the first places, and perhaps
+        in places beyond them."""
         if self._counts is not None:
             self._penalise(logits, draft, self._counts)
         if self._bias_ids:
@@ -53,15 +54,14 @@ class RowState:
         if self._allowed:
             kept = logits[:, self._allowed]
             logits.fill_(-torch.inf)[:, self._allowed] = kept
-        if self.decoding.min_tokens and self._ends:
+        if self.decoding.min_tokens > self._new:
             missing = self.decoding.min_tokens - self._new
-            if missing > 0:
-                logits[:missing, self._ends] = -torch.inf
+            logits[:missing, self._ends] = -torch.inf
         if self.decoding.bad_words:
             self._strike_bad_words(logits, draft)
-        for place, mask in enumerate(masks):
-            allowed = np.unpackbits(mask, count=logits.shape[-1], bitorder="little")
-            logits[place].masked_fill_(torch.from_numpy(allowed == 0).to(logits.device), -torch.inf)
+        for scores, mask in zip(logits, masks, strict=False):
+            allowed = np.unpackbits(mask, count=len(scores), bitorder="little")
+            scores.masked_fill_(torch.from_numpy(allowed == 0).to(scores.device), -torch.inf)
 
     def commit(self, tokens: Sequence[int]) -> None:
         """To be told before the tokens are in the content."""
@@ -86,7 +86,7 @@ class RowState:
         logits[:, ids] = scores.clamp_(-most, most).to(logits.dtype)
 
     def _strike_bad_words(self, logits: torch.Tensor, draft: Sequence[int]) -> None:
-        longest = max(map(len, self.decoding.bad_words)) - 1
+        longest = max(map(len, self.decoding.bad_words))
         begin = max(self.decoding.prompt_tokens, len(self._content) - longest)
         before = [*self._content[begin:], *draft]
         for place in range(1 + len(draft)):
@@ -166,14 +166,13 @@ class DecodingRows:
 
         A grammar leaves out what it forbids, and adds what it forces up to `most` tokens.
         """
-        self._walks.clear()
         found = walks(
             self._grammars, drafts, most, len(self._grammars) == len(self._states), self._patient
         )
+        self._walks = {index: walk for index, walk in found.items() if isinstance(walk, Walk)}
         kept, absent = list(drafts), set[int]()
         for index, walk in found.items():
             if isinstance(walk, Walk):
-                self._walks[index] = walk
                 # Its work may have begun with an earlier step's draft, which was longer.
                 kept[index] = walk.draft[: most[index]]
                 continue
@@ -190,10 +189,8 @@ class DecodingRows:
             return
         if state.decoding.logprobs is not None:
             self._plain[row] = logits.clone() if state.decoding.changes_logits else logits
-        if state.decoding.changes_logits:
-            walk = self._walks.get(row)
-            masks = [] if walk is None else walk.masks[: 1 + len(draft)]
-            state.adjust(logits, draft, masks)
+        walk = self._walks.get(row)
+        state.adjust(logits, draft, () if walk is None else walk.masks)
 
     def commit(self, committed: Sequence[list[int]]) -> None:
         """Rows have chosen these tokens. Cuts them where a grammar stops, which is a failure."""

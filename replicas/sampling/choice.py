@@ -87,17 +87,18 @@ def _stacked(params: tuple[Sampling, ...], device: torch.device) -> SamplingBatc
     def column(values: list[float] | list[int], dtype: torch.dtype) -> torch.Tensor:
         return upload(values, dtype, device)[:, None, None]
 
-    # float32 holds no smaller temperature; dividing by 0 would choose nothing.
-    temperatures = [max(p.temperature, 1e-30) if p.temperature else 1.0 for p in params]
+    least = torch.finfo(torch.float32).tiny
+    # Dividing by 0 would choose nothing.
+    temperatures = [max(p.temperature, least) for p in params]
     # The likeliest token has no mass before it and stays, however small top_p is.
-    top_p = [max(p.top_p, 1e-30) if p.top_p < 1.0 else math.inf for p in params]
+    top_p = [max(p.top_p, least) if p.top_p < 1.0 else math.inf for p in params]
     return SamplingBatch(
         temperature=column(temperatures, torch.float32),
         noisy=column([float(p.temperature > 0.0) for p in params], torch.float32),
         top_k=column([p.top_k for p in params], torch.int64),
         top_p=column(top_p, torch.float64),
         min_p=column([p.min_p for p in params], torch.float32),
-        seed=column([p.seed for p in params], torch.int64)[..., 0],
+        seed=upload([p.seed for p in params], torch.int64, device)[:, None],
         any_sampled=any(p.temperature > 0.0 for p in params),
         top_k_max=max(p.top_k for p in params),
         any_top_p=any(p.top_p < 1.0 for p in params),
@@ -119,17 +120,18 @@ def choose(
     some, ids = _likeliest(scores, min(_LIKELIEST, every))
     place, noisy = _best(some, ids, sampling, noise, total)
     place = place[..., None]
-    token = ids.gather(-1, place)[..., 0]
+    token = ids.gather(dim=-1, index=place).squeeze(dim=-1)
     # All other tokens score at most as much as the last of these.
-    last = some.amin(-1, keepdim=True)
-    sure = last + NOISE_MOST * sampling.noisy < noisy.gather(-1, place)
+    last = some.amin(dim=-1, keepdim=True)
+    sure = last + NOISE_MOST * sampling.noisy < noisy.gather(dim=-1, index=place)
     sure |= last < sampling.min_p.log()
     if total is not None:
         sure |= _above(last, some, _weights(some)) >= sampling.top_p * total
     if not sure.all():
-        row, column = sure[..., 0].logical_not().nonzero(as_tuple=True)
+        row, column = sure.squeeze(dim=-1).logical_not().nonzero(as_tuple=True)
         some, noise = scores[row, column][:, None], noise.take(row, column)
-        token[row, column] = _best(some, every, sampling.take(row), noise)[0][:, 0]
+        best, _ = _best(some, every, sampling.take(row), noise)
+        token[row, column] = best.squeeze(dim=-1)
     return token
 
 
@@ -186,10 +188,10 @@ def _likeliest(
     scores: torch.Tensor, n: int
 ) -> tuple[torch.Tensor, torch.Tensor]:  # [rows, width, n] each, float32 and int64
     """The best scores and their places, which rise."""
-    if scores.is_cpu:
-        places = likeliest(scores.flatten(0, 1), n).view(*scores.shape[:2], n)
-    else:
+    if not scores.is_cpu:
         places = scores.topk(n, dim=-1, sorted=False).indices
+    else:
+        places = likeliest(scores.flatten(0, 1), n).view(*scores.shape[:2], n)
     places = places.sort(dim=-1).values
     return scores.gather(-1, places), places
 
@@ -229,7 +231,7 @@ def _enter_nucleus(
     left = torch.arange(len(place), device=place.device)
     while True:
         level = scores.gather(-1, place[left][:, None])
-        outside = (_above(level, scores, weights) >= most)[:, 0].nonzero()[:, 0]
+        (outside,) = (_above(level, scores, weights) >= most).squeeze(dim=-1).nonzero(as_tuple=True)
         if not len(outside):
             return
         left, most, level = left[outside], most[outside], level[outside]
@@ -245,9 +247,11 @@ def _weights(scores: torch.Tensor) -> torch.Tensor:
 
 def _sum(weights: torch.Tensor) -> torch.Tensor:  # [rows, width, 1], float64
     if not weights.is_cpu:
-        return weights.sum(-1, keepdim=True, dtype=torch.float64)
+        return weights.sum(dim=-1, keepdim=True, dtype=torch.float64)
     # torch would make a copy in float64.
-    sums: torch.Tensor = torch.from_numpy(weights.numpy().sum(-1, keepdims=True, dtype=np.float64))
+    sums: torch.Tensor = torch.from_numpy(
+        weights.numpy().sum(axis=-1, keepdims=True, dtype=np.float64)
+    )
     return sums
 
 

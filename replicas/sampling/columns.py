@@ -20,7 +20,7 @@ def likeliest(
     maxima, or behind the last whole row of columns.
     """
     rows, vocab = scores.shape
-    count = max(_COLUMNS, 1 << (_COLUMNS_PER_TOKEN * n - 1).bit_length())
+    count = max(_COLUMNS, _COLUMNS_PER_TOKEN * n)
     whole = vocab - vocab % count
     if not whole:
         return scores.topk(n, dim=-1, sorted=False).indices
@@ -30,5 +30,5 @@ def likeliest(
     some = (begins[:, None] + columns[:, None, :]).flatten(1)
     rest = torch.arange(whole, vocab, device=scores.device).expand(rows, -1)
     places = torch.cat((some, rest), dim=-1)
-    best = scores.gather(-1, places).topk(n, dim=-1, sorted=False).indices
-    return places.gather(-1, best)
+    best = scores.gather(dim=-1, index=places).topk(n, dim=-1, sorted=False).indices
+    return places.gather(dim=-1, index=best)

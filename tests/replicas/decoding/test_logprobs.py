@@ -3,8 +3,12 @@ asked for at once. Small ones are compared with transformers in `tests/oracle/te
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from replicas.decoding import token_logprobs
 
@@ -50,3 +54,30 @@ def test_the_whole_vocabulary_begins_with_the_likeliest_to_the_last_bit(
         assert dict(said.top)[tokens[place]] == said.logprob
         assert list(said.top) == sorted(said.top, key=lambda entry: (-entry[1], entry[0]))
     assert token_logprobs(logits, tokens, vocab + 9) == token_logprobs(logits, tokens, -1)
+
+
+class Made(TorchDispatchMode):
+    """The number of elements of each tensor of whole numbers that is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        tensors = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
+        self.sizes += [x.numel() for x in tensors if x.dtype is torch.int64]
+        return out
+
+
+def test_a_whole_vocabulary_is_sorted_a_few_places_at_a_time() -> None:
+    """All of a long prompt at once would take gigabytes."""
+    logits = torch.randn(24, 50_000, generator=torch.Generator().manual_seed(1))
+    with Made() as made:
+        token_logprobs(logits, [7] * 24, -1)
+    assert max(made.sizes) <= 10 * 50_000
+
+
+def test_of_no_place_nothing_is_told() -> None:
+    """As of a prompt of one token."""
+    assert token_logprobs(torch.empty(0, 512), [], 5) == ()

@@ -70,7 +70,7 @@ def test_each_place_is_changed_as_defined_given_the_draft_before_it(
     decoding, content, draft = case
     logits = torch.randn(1 + len(draft), VOCAB) * 3
     got = logits.clone()
-    RowState(decoding, content, ENDS, None).adjust(got, draft)
+    RowState(decoding, content, ENDS, None, drafts=True).adjust(got, draft)
     for row, expected in zip(got.tolist(), by_definition(*case, logits), strict=True):
         assert row == pytest.approx(expected, abs=1e-4)
 
@@ -81,11 +81,11 @@ def test_a_state_that_is_told_what_was_committed_is_the_one_made_anew(
     case: tuple[Decoding, list[int], list[int]], committed: list[int]
 ) -> None:
     decoding, content, draft = case
-    kept = RowState(decoding, content, ENDS, None)
+    kept = RowState(decoding, content, ENDS, None, drafts=True)
     for token in committed:
         kept.commit([token])
         content.append(token)
-    anew = RowState(decoding, list(content), ENDS, None)
+    anew = RowState(decoding, list(content), ENDS, None, drafts=True)
     logits = torch.randn(1 + len(draft), VOCAB) * 3
     one, other = logits.clone(), logits.clone()
     kept.adjust(one, draft)
@@ -96,7 +96,7 @@ def test_a_state_that_is_told_what_was_committed_is_the_one_made_anew(
 def test_penalties_strike_no_token_out_whatever_the_dtype() -> None:
     decoding = Decoding(1, repetition_penalty=1e-6)
     logits = torch.full((1, VOCAB), 3e4, dtype=torch.float16)
-    RowState(decoding, [5], ENDS, None).adjust(logits, [])
+    RowState(decoding, [5], ENDS, None, drafts=True).adjust(logits, [])
     assert logits.isfinite().all()
     assert logits[0, 5] == torch.finfo(torch.float16).max
 
@@ -106,8 +106,11 @@ def test_masks_leave_what_they_allow_in_their_places_and_nothing_changes_behind_
     logits = torch.randn((3, VOCAB), generator=generator)
     allowed = torch.rand((2, VOCAB), generator=generator) < 0.5
     masks = [np.packbits(mask.numpy(), bitorder="little") for mask in allowed]
+    got = logits[:1].clone()
+    RowState(Decoding(1), [5], ENDS, None, drafts=True).adjust(got, [], masks)
+    assert torch.equal(got, logits[:1].masked_fill(~allowed[:1], -torch.inf)), "of a longer draft"
     got = logits.clone()
-    RowState(Decoding(1), [5], ENDS, None).adjust(got, [1, 2], masks)
+    RowState(Decoding(1), [5], ENDS, None, drafts=True).adjust(got, [1, 2], masks)
     assert torch.equal(got[2], logits[2])
     assert torch.equal(got[:2], logits[:2].masked_fill(~allowed, -torch.inf))
 
@@ -118,7 +121,7 @@ def test_rows_are_told_of_the_logits_before_any_change_of_what_they_commit() -> 
     changed = Decoding(1, logprobs=0, logit_bias=((4, 50.0),))
     silent = Decoding(1, logit_bias=((4, 50.0),))
     states = [
-        None if state is None else RowState(state, [1, 2], ENDS, None)
+        None if state is None else RowState(state, [1, 2], ENDS, None, drafts=True)
         for state in (told, None, changed, silent)
     ]
     rows = DecodingRows(states)
@@ -135,6 +138,24 @@ def test_rows_are_told_of_the_logits_before_any_change_of_what_they_commit() -> 
     assert rows.extras[2] == 2 * list(token_logprobs(plain[2][:1], [4], 0))
     assert (rows.extras[1], rows.extras[3]) == ([], [])
     assert not rows.failures
+
+
+def test_logits_are_copied_only_where_they_are_told_and_changed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    copies = []
+    clone = torch.Tensor.clone
+    monkeypatch.setattr(torch.Tensor, "clone", lambda x: copies.append(x) or clone(x))
+    bias = ((4, 50.0),)
+    kinds = (
+        Decoding(1, logprobs=2),
+        Decoding(1, logit_bias=bias),
+        Decoding(1, logprobs=2, logit_bias=bias),
+    )
+    for told in kinds:
+        rows = DecodingRows([RowState(told, [1, 2], ENDS, None, drafts=True)])
+        rows.adjust(0, [], torch.zeros(1, VOCAB))
+    assert len(copies) == 1
 
 
 CHANGES = {

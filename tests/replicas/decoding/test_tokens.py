@@ -50,6 +50,11 @@ def test_a_tokenizer_without_an_end_adds_none() -> None:
     assert end_of_turn_ids(object(), (3, 3, 4)) == (3, 4)
 
 
+def test_no_end_is_one_that_the_target_can_never_choose() -> None:
+    assert end_of_turn_ids(object(), (-1, 9, 8, 0), 9) == (8, 0)
+    assert end_of_turn_ids(object(), (-1, 10**9)) == (10**9,)
+
+
 def test_a_chat_template_takes_the_place_of_the_targets_own(tmp_path: Path) -> None:
     config = target(tmp_path, 7, 5)
     template = tmp_path / "mine.jinja"

@@ -102,7 +102,7 @@ def test_a_step_waits_for_a_grammar_that_is_compiled_only_where_it_has_no_other_
         wait(work, 60, until)
 
     monkeypatch.setattr(threads, "wait", wait_for)
-    row = RowState(Decoding(1, grammar=COSTLY), [1], frozenset(), held)
+    row = RowState(Decoding(1, grammar=COSTLY), [1], frozenset(), held, drafts=True)
     try:
         assert DecodingRows([row, None]).redraft([[], []], [0, 0]) == ([[], []], {0})
         assert not held.may.is_set()
