@@ -2,7 +2,8 @@
 call left out, another value returned.
 
 Not drawn is what no test should see: docstrings and messages, annotations, assertions and checks
-that tests alone call, logging, and the tuned numbers of `TUNED`.
+that tests alone call, logging, and the tuned numbers of `TUNED`; and what a device does `if not
+x.is_cpu`, which no test runs without one.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ TUNED = {
     "how fast a mean forgets": "RATE_S REACHED_RECENT DECAY PRIOR_TRIES CLASS_TRIES FIRST_GUESS "
     "_GUESS_TRIES CELL_RATE SPEED_RATE COUNT_MAX _MEMORY_S _SAMPLE_S",
     "how much is looked at or kept": "CANDIDATES_MAX SCAN_MAX CELLS_MAX FIT_EVERY STALE _SLACK "
-    "_LIKELIEST _LIKELIEST_OF_DRAFT _COLUMNS _COLUMNS_PER_TOKEN _KEY_BYTES",
+    "_LIKELIEST _LIKELIEST_OF_DRAFT _COLUMNS _COLUMNS_PER_TOKEN _KEY_BYTES _TIES _SORTED AHEAD "
+    "_TABLES_MOST",
     "a weight found by measuring": "PREFIX_TOKENS_PER_ROW PREFILL_TOKENS_PER_STEP LAG OUTLIER "
     "FALLBACK PROBE_SHARE PROBE_SAVED ROUND_TRIP_SHARE GAP_SHARE CHUNK_STEPS_MAX "
     "CHUNK_FIXED_SHARE BATCH_S_MAX CAP_GROWTH LOOK_S STARTING_MAX DOWN_SHARE _RAGGED",
@@ -110,6 +112,11 @@ def changed(source: str, site: Site, text: str) -> str:
 def _walk(node: ast.AST) -> Iterator[tuple[ast.AST, list[str]]]:
     if _is_left_out(node):
         return
+    match node:
+        case ast.If(test=ast.UnaryOp(op=ast.Not(), operand=ast.Attribute(attr="is_cpu"))):
+            for other in node.orelse:
+                yield from _walk(other)
+            return
     yield node, [*_instead(node)]
     if isinstance(node, ast.If | ast.While | ast.IfExp):
         yield node.test, _conditions(node.test)
@@ -131,6 +138,8 @@ def _is_left_out(node: ast.AST) -> bool:
         case ast.Assert() | ast.Raise() | ast.JoinedStr() | ast.Import() | ast.ImportFrom():
             return True
         case ast.keyword(arg="strict" | "sorted"):  # of zip: an assertion; of topk: speed alone
+            return True
+        case ast.keyword(arg="stable"):  # of sort: on a host each is
             return True
         case ast.keyword(arg="dim" | "axis"):  # one axis has two numbers
             return True

@@ -34,6 +34,8 @@ def f(a: int = 1) -> int:
     b = h(a, dim=5, sorted=True) >= LAG
     if a < 6 and not b:
         raise ValueError(f"{a + 7}")
+    if not a.is_cpu:
+        return a - 9
     for _ in zip(a, a, strict=True):
         return min(a, 8)
 """
