@@ -16,15 +16,20 @@ from replicas.kv_cache import (
     SCRAP_BLOCK,
     BlockAllocator,
     BlockGroup,
+    CacheShape,
     Chain,
     LayerShape,
+    PagedCache,
     blocks_of_a_pass,
     counted,
     divided_into_groups,
+    first_table,
     one_group,
     uniform,
 )
+from replicas.kv_cache.device_layout import device_ranges
 from replicas.kv_cache.groups import AHEAD
+from scheduler.config import DRAFT_LEN_MAX
 from scheduler.messages import blocks_taken
 
 BLOCK = 4
@@ -275,3 +280,60 @@ def test_a_drafters_layers_lie_beside_a_table_that_keeps_all() -> None:
     assert first.stores == ()
     assert {group.window for group in others} == {16}
     assert sorted(store for group in others for store in group.stores) == [*range(12)]
+
+
+def test_a_batch_of_steps_ends_where_a_window_has_no_room_for_another_step() -> None:
+    assert AHEAD > DRAFT_LEN_MAX, "for one step there is always room"
+    plain, sliding = BlockAllocator(9, BLOCK), BlockAllocator(9, BLOCK, GROUPS)
+    assert plain.steps_most(1000, 7) == 1000
+    for draft_len in (0, 1, 6, 7):
+        most = sliding.steps_most(1000, draft_len)
+        assert most * (draft_len + 1) <= AHEAD < (most + 1) * (draft_len + 1)
+        assert sliding.steps_most(2, draft_len) == 2
+
+
+def test_layers_of_each_group_lie_in_blocks_of_their_own_table() -> None:
+    """Two tables and two layers in each; a drafter's layers read the first table."""
+    needs = layers(None, 10, 10, None)
+    groups = (BlockGroup((0, 3)), BlockGroup((1, 2), window=10))
+    blocks = BlockAllocator(12, BLOCK, groups)
+    for name in "ab":
+        blocks.grow(name, 6)
+        blocks.reach(name, 6)
+    tables = blocks.table("ab", CPU)
+    assert tables.shape == (2, 2, 2)
+    assert torch.equal(first_table(tables), tables[:, 0])
+    assert torch.equal(first_table(tables[:, 1]), tables[:, 1])
+    shape = CacheShape.of(BLOCK, 64, needs)
+    cache = PagedCache(shape, needs, 12, torch.float32, CPU, groups=groups)
+    layout = device_ranges(tables, [(0, 6), (2, 6)], shape)
+    fresh = torch.randn(4, 10, 2, 2, 8, generator=torch.Generator().manual_seed(1))
+    for layer in range(4):
+        cache.write(layer, layout.slots, fresh[layer])
+    for layer, group in enumerate((0, 1, 1, 0)):
+        assert cache.group_of(layer) == group
+        assert torch.equal(cache.own(layer, layout.tables), tables[:, group])
+        whole = cache.layers[layer][tables[:, group]].flatten(1, 2)
+        assert torch.equal(torch.cat((whole[0, :6], whole[1, 2:6])), fresh[layer])
+
+
+def test_rows_of_a_trial_have_blocks_of_their_own_in_every_group() -> None:
+    needs = layers(None, 10, 12)
+    cache = PagedCache(
+        CacheShape.of(BLOCK, 64, needs), needs, 11, torch.float32, CPU, groups=GROUPS
+    )
+    assert cache.rooms == 3
+    own = torch.tensor([[1, 2], [3, 3]])
+    tables = cache.trial_table(own)
+    assert tables.shape == (2, 3, 2)
+    blocks = {
+        (group, int(own[row, at])): int(tables[row, group, at])
+        for row in range(2)
+        for group in range(3)
+        for at in range(2)
+    }
+    assert sorted(blocks.values()) == [*range(1, 10)]
+    assert cache.layers[0].shape[0] == 12
+    one = PagedCache(CacheShape.of(BLOCK, 64, needs), needs, 11, torch.float32, CPU)
+    assert one.trial_table(own) is own
+    assert one.rooms == 11

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 
+import pytest
 import torch
 from hypothesis import given, strategies as st
 
@@ -82,3 +83,20 @@ def test_noise_taken_of_some_rows_and_columns_is_that_of_the_whole(
     assert torch.equal(noise.columns(1, 4).of(count), whole[:, 1:4])
     places = torch.tensor([len(rows) - 1, 0]), torch.tensor([4, 2])
     assert torch.equal(noise.take(*places).of(count), whole[places][:, None])
+
+
+def key_of_bits(bits: int) -> torch.Tensor:  # [1, 1], int64
+    """Under which token 0 has these bits: the high half of the key goes the mixing back."""
+    bits ^= bits >> 16
+    bits = bits * pow(0xC2B2AE35, -1, 1 << 32) & _32
+    bits ^= bits >> 13 ^ bits >> 26
+    return torch.tensor([[bits - (1 << 32 if bits >> 31 else 0)]]) << 32
+
+
+def test_the_least_noise_is_finite_and_the_greatest_is_close_to_the_bound() -> None:
+    least, greatest = (
+        gumbel_noise(key_of_bits(bits), torch.tensor([0])).item() for bits in (0x7FFFFFFF, 0)
+    )
+    assert least == pytest.approx(-math.log(24 * math.log(2)), rel=1e-6)
+    assert greatest == pytest.approx(32 * math.log(2), rel=1e-6)
+    assert greatest < NOISE_MOST < greatest + 0.5

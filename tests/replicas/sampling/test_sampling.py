@@ -154,7 +154,7 @@ def test_rows_taken_from_a_batch_choose_as_in_it() -> None:
     assert torch.equal(got, choose(logits, batch, noise)[rows])
 
 
-@pytest.mark.parametrize("vocab", [500, 16_500])
+@pytest.mark.parametrize("vocab", [30, 500, 16_500])
 def test_a_guess_from_the_targets_own_logits_is_its_choice(vocab: int) -> None:
     """But for filters; also where the draft's vocabulary is the target's in another order."""
     params = [Sampling(), *PARAMS[:2], Sampling(seed=3)] * 20
@@ -248,3 +248,50 @@ def test_the_best_is_the_first_of_equals(shape: tuple[int, int, int], dtype: tor
     assert torch.equal(first_best(scores), first)
     scores[0, 0, 7], scores[0, 0, 9] = torch.nan, torch.inf
     assert first_best(scores)[0, 0] == scores[0, 0].argmax() == 7
+
+
+def test_a_batch_has_no_filters_of_greedy_rows_and_none_of_those_that_keep_all() -> None:
+    filters = {"top_k": 9, "top_p": 0.5, "min_p": 0.25}
+    greedy, plain = Sampling(**filters), Sampling(temperature=2.0, seed=7)
+    batch = SamplingBatch.of([greedy, plain], CPU)
+    assert (batch.any_sampled, batch.top_k_max) == (True, 0)
+    assert not batch.any_top_p
+    assert not batch.any_min_p
+    batch = SamplingBatch.of([greedy, plain, Sampling(temperature=0.5, seed=8, **filters)], CPU)
+    assert (batch.top_k_max, batch.any_top_p, batch.any_min_p) == (9, True, True)
+    assert batch.noisy.flatten().tolist() == [0, 1, 1]
+    assert batch.top_k.flatten().tolist() == [0, 0, 9]
+    assert batch.top_p.flatten().tolist() == [math.inf, math.inf, 0.5]
+    assert batch.min_p.flatten().tolist() == [0, 0, 0.25]
+
+
+def test_a_row_chooses_among_others_as_alone() -> None:
+    params = [Sampling(), *PARAMS, Sampling(temperature=1.0, top_k=3, seed=9), Sampling(seed=3)]
+    generator = torch.Generator().manual_seed(5)
+    logits = torch.randn(len(params), 40, 300, generator=generator) * 2
+    positions = torch.arange(40).expand(len(params), -1)
+    for row, found in enumerate(chosen(logits, params, positions)):
+        alone = chosen(logits[row : row + 1], [params[row]], positions[:1])[0]
+        assert torch.equal(found, alone), params[row]
+
+
+def test_more_tokens_than_there_are_may_be_asked_for() -> None:
+    logits, positions = some_logits().expand(1, 50, -1), torch.arange(50)[None]
+    every = [Sampling(temperature=2.0, seed=1)], [Sampling(temperature=2.0, seed=1, top_k=99)]
+    assert torch.equal(*(chosen(logits, params, positions) for params in every))
+
+
+def test_what_lies_on_the_edge_of_min_p_is_kept_and_on_that_of_top_p_is_not() -> None:
+    """Also where the likeliest tokens do not hold all of the equals."""
+    edge = torch.tensor(0.25).log().item()
+    logits = torch.full((1, 400, 2000), edge)
+    logits[..., 0] = 0.0
+    positions = torch.arange(400)[None]
+    params = Sampling(temperature=1.0, min_p=0.25, seed=1)
+    found = chosen(logits, [params], positions)[0].tolist()
+    assert found == [by_definition(logits[0, at], params, at) for at in range(400)]
+    assert max(found) > 1000
+    half = torch.tensor([0.0, -math.log(2), -math.log(2)])
+    assert half.exp().tolist() == [1.0, 0.5, 0.5]
+    params = Sampling(temperature=1.0, top_p=0.5, seed=1)
+    assert not chosen(half.expand(1, 400, -1), [params], positions).any()
