@@ -65,9 +65,9 @@ def test_a_chunk_is_measured_once_prefills_of_two_sizes_were_seen() -> None:
     pair = Pair(CHEAP, LinearCost(20e-3), acceptance=0.0)
     policy = policy_for(pair, draft_len=0)
     pair.turn(policy, rows_of(8), 3)
-    policy.observe(*prefill(0, 64, 6.4e-3), [], None)
+    policy.observe(*prefill(0, 1024, 102.4e-3), [], None)
     assert policy.prefill_tokens("r", 8, 10_000) == 10_000
-    policy.observe(*prefill(0, 256, 25.6e-3), [], None)
+    policy.observe(*prefill(0, 64, 6.4e-3), [], None)
     assert policy.prefill_tokens("r", 8, 10_000) == pytest.approx(200, rel=0.05)
 
 
