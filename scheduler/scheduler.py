@@ -298,9 +298,8 @@ class Scheduler:
     def _send_back(self, replica: ReplicaRecord, sequences: list[Sequence]) -> None:
         for sequence in sequences:
             self._release(replica.id, sequence.id)
-        if sequences:
-            self.pool.send_back(sequences)
-            self._dispatcher.offer_to_all()
+        self.pool.send_back(sequences)
+        self._dispatcher.offer_to_all()
 
     def _hand_back(self, replica: ReplicaRecord) -> None:
         """A draining replica's rows wait again, but for those that batches hold."""

@@ -304,9 +304,8 @@ def _lacking(
     block_size, taken = replica.spec.block_size, replica.spec.blocks_taken
     lacking, growth = [], 0
     for row in rows:
-        if row.length + ahead > row.blocks * block_size:
-            needed = blocks_needed(min(row.length + ahead, row.length_max), block_size)
-            if needed > row.blocks:
-                lacking.append((row, needed))
-                growth += taken(needed) - taken(row.blocks)
+        needed = blocks_needed(min(row.length + ahead, row.length_max), block_size)
+        if needed > row.blocks:
+            lacking.append((row, needed))
+            growth += taken(needed) - taken(row.blocks)
     return lacking, growth

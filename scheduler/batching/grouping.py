@@ -95,7 +95,8 @@ def may_step(
     rows_max: int,
     short_gap: bool,
 ) -> bool:
-    """Whether a batch of steps is worth dispatching now, or should wait for rows in flight.
+    """Whether a batch of steps is worth dispatching now, or should wait for rows in flight. Needs a
+    ready row.
 
     A replica without any batch never waits. Beside a batch of steps a full one goes, and beside a
     full one also half of one: with no more rows than one batch holds all go together, for two
@@ -103,8 +104,6 @@ def may_step(
     that it will be part of is enough: the rows being filled join one step later, and the replica
     has no gap. With a short gap (`DraftPolicy.short_gap`) the others wait, and all step together.
     """
-    if ready == 0:
-        return False
     if batches_in_flight == 0:
         return True
     if stepping:

@@ -78,25 +78,21 @@ def has_room(replica: ReplicaRecord, sequence: Sequence, config: SchedulerConfig
 def best_replica(sequence: Sequence, pool: Pool) -> ReplicaRecord | None:
     """The replica for one sequence, if any has room and a place for a batch now."""
     config = pool.config
-    best, best_rank = None, (0, 0, "")
+    ranks: list[tuple[int, int, str]] = []
     lightest: int | None = None
-    candidates = 0
     for load, replica_id in pool.open:
         replica = pool.replicas[replica_id]
         if not has_room(replica, sequence, config):
             continue
         # The lightest with room may have no place now: then it is the one to wait for.
         lightest = load if lightest is None else lightest
-        if load > lightest + config.rows_max or candidates == CANDIDATES_MAX:
+        if load > lightest + config.rows_max or len(ranks) == CANDIDATES_MAX:
             break
         if len(replica.pipeline) == config.batches_in_flight_max:
             continue
-        candidates += 1
         rows_worth = replica.shared(sequence) // PREFIX_TOKENS_PER_ROW
-        rank = (min(load - rows_worth, lightest), load, replica_id)
-        if best is None or rank < best_rank:
-            best, best_rank = replica, rank
-    return best
+        ranks.append((min(load - rows_worth, lightest), load, replica_id))
+    return pool.replicas[min(ranks)[-1]] if ranks else None
 
 
 def next_placement(replica: ReplicaRecord, pool: Pool, tokens: int) -> Placement:
@@ -147,7 +143,7 @@ def _next_rows(replica: ReplicaRecord, pool: Pool, tokens: int) -> Placement:
         max(config.prefill_rows_max - bool(replica.partial), 1),
         config.residents_max - replica.load,
     )
-    if replica.draining or rows_most <= 0:
+    if replica.draining:
         return placement
     # Asked once: the load of other replicas does not change while this one chooses.
     others = [pool.replicas[id] for _, id in pool.open[:CANDIDATES_MAX] if id != replica.id]
@@ -200,11 +196,10 @@ def lightest(replica: ReplicaRecord, pool: Pool) -> ReplicaRecord | None:
     if pool.waiting:
         return None
     most, rows_max = pool.config.batches_in_flight_max, pool.config.rows_max
-    takes = ((load, pool.replicas[replica_id]) for load, replica_id in pool.open)
-    load, target = next((pair for pair in takes if len(pair[1].pipeline) < most), (0, None))
-    if target is None or replica.load - load <= rows_max:
-        return None
-    if batches_per_round(load + 1, rows_max) >= batches_per_round(replica.load, rows_max):
+    takes = (pool.replicas[replica_id] for _, replica_id in pool.open)
+    target = next((other for other in takes if len(other.pipeline) < most), None)
+    # So many fewer are a batch less in each round.
+    if target is None or replica.load - target.load <= rows_max:
         return None
     if target.reserved_for is not None or target.partial:
         return None

@@ -34,12 +34,12 @@ FIT_EVERY = 16
 
 
 def bucket(tokens: int) -> int:
-    """The bucket of so many tokens: exact up to 16, then eight per octave.
+    """The bucket of so many tokens, 1 at least: exact up to 16, then eight per octave.
 
     Hardware computes whole tiles of tokens. Each end of a tile (16, 32, 40, 48, ...) is the end of
     a bucket, so a table shows the steps in which times rise.
     """
-    below = max(tokens - 1, 0)
+    below = tokens - 1
     octave = max(below.bit_length() - 4, 0)
     return 8 * octave + (below >> octave)
 
@@ -138,7 +138,7 @@ class Latencies:
         alike: dict[int, list[_Cell]] = {}
         for (at, _), cell in self._cells.items():
             alike.setdefault(at, []).append(cell)
-        self.kv_s = _slope([cells for cells in alike.values() if len(cells) > 1])
+        self.kv_s = _slope(alike.values())
         points = []
         for cells in alike.values():
             weights = [min(cell.count, COUNT_MAX) for cell in cells]

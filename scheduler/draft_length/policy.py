@@ -25,6 +25,8 @@ PROBE_SHARE = 0.005
 """Share of the time that may go into finding out whether another draft length would pay."""
 PROBE_SAVED = 2.0
 """Steps whose time is saved up for probes at most, and is there at the start."""
+ROUND_TRIP_RATE = 0.1
+"""Weight of a longer round trip in the mean."""
 ROUND_TRIP_SHARE = 0.02
 """Share of a batch that its round trip may cost before it gets more steps."""
 GAP_SHARE = 0.1
@@ -196,7 +198,7 @@ class DraftPolicy:
         tokens = bisect_right(
             range(1, most + 1), chunk_s, key=lambda count: table.prefill_s(count, begin)
         )
-        return max(1, min(most, max(tokens, PREFILL_TOKENS_LEAST)))
+        return min(most, max(tokens, PREFILL_TOKENS_LEAST))
 
     def observe(
         self, batch: Batch, result: StepResult, answers: Rows[Answer], round_trip_s: float | None
@@ -206,7 +208,11 @@ class DraftPolicy:
         known = self._replicas[result.replica_id]
         if result.steps and round_trip_s is not None:
             before = known.round_trip_s
-            usual_s = round_trip_s if before is None else before + 0.1 * (round_trip_s - before)
+            usual_s = (
+                round_trip_s
+                if before is None
+                else before + ROUND_TRIP_RATE * (round_trip_s - before)
+            )
             # The least is what matters: a round trip is long by chance only.
             known.round_trip_s = min(round_trip_s, usual_s)
         self._observe_times(known, batch, result)
@@ -251,15 +257,17 @@ class DraftPolicy:
         lost_s = [(1.0 - by_draft_len[k] / goodput) * seconds[k] for k in range(most + 1)]
         credit_s = min(known.credit_s, PROBE_SAVED * seconds[best])
         for k in sorted(range(most + 1), key=lost_s.__getitem__):
-            if lost_s[k] > credit_s:
-                break
-            if k != best and (table.stale(count, k) or (k == 1 and not best)):
+            if (
+                lost_s[k] <= credit_s
+                and k != best
+                and (table.stale(count, k) or (k == 1 and not best))
+            ):
                 known.credit_s = credit_s - lost_s[k]
                 return k
         return None
 
     def _steps(self, known: _Known, steps_most: int) -> int:
-        step_s = known.step_s() if steps_most > 1 else 0.0
+        step_s = known.step_s()
         if known.round_trip_s is None or step_s <= 0.0:
             return steps_most
         wanted = math.ceil(known.round_trip_s / (ROUND_TRIP_SHARE * step_s))
@@ -308,7 +316,7 @@ def row_draft_len(sequence: Sequence, draft_len: int) -> int:
     The target adds one token of its own, so a row with n tokens left drafts at most n - 1.
     """
     own = sequence.request.draft_len
-    if own is not None and own < draft_len:
-        draft_len = own
+    if own is not None:
+        draft_len = min(own, draft_len)
     most = sequence.length_max - sequence.length - 1
     return draft_len if draft_len < most else most

@@ -61,7 +61,7 @@ def replica_died(rows: list[Sequence], flights: Iterable[InFlight]) -> None:
             deaths=record.deaths + 1,
             kills=record.kills + (in_flight == 1),
         )
-        limit = max(isqrt(len(rows)), 1) if record.failures == 1 else 1
+        limit = isqrt(len(rows)) if record.failures == 1 else 1
         broke_at = sequence.length + ahead.get(sequence.id, 0)
         _quarantine(sequence, record, limit, broke_at, PROBATION_TOKENS * (record.deaths - 1))
 

@@ -98,8 +98,8 @@ def wanted_replicas(
     returned last time; `now_s` is of a clock that does not run backwards.
     """
     live = status.waiting > 0 or status.outstanding_tokens > 0
-    if live or state.live_s is None:
-        state = replace(state, live_s=now_s)
+    live_s = now_s if live or state.live_s is None else state.live_s
+    state = replace(state, live_s=live_s)
     wanted = min(max(wanted, config.min_replicas), config.max_replicas)
     least = 1 if live else 0
     # The first replica starts at once; more of them take the delay.
@@ -126,8 +126,8 @@ def wanted_replicas(
         going = min(wanted - needed, max(1, int(wanted * LEAVING_SHARE)))
         return wanted - going, replace(state, low_since_s=now_s)
     state = replace(state, low_since_s=None)
-    if wanted == 1 and config.min_replicas == 0 and not live and state.live_s is not None:
-        wanted = 0 if now_s - state.live_s >= config.idle_s else 1
+    if wanted == 1 and config.min_replicas == 0 and not live and now_s - live_s >= config.idle_s:
+        wanted = 0
     return wanted, state
 
 

@@ -9,7 +9,7 @@ import math
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterable
-from itertools import takewhile
+from itertools import count, takewhile
 
 from scheduler.config import SchedulerConfig
 from scheduler.messages import FinishReason, ReplicaSpec, Request, RowResult
@@ -65,14 +65,13 @@ class Pool:
         self.recovered = self.preempted = self.moved = 0
         """How often a sequence lost its place: for any reason, for want of KV blocks, and to be
         moved to a lighter replica."""
-        self._number = 0
+        self._numbers = count()
 
     # ----------------------------------------------------------------- sequences
 
     def admit(self, request: Request, now_s: float) -> Sequence:
         """A new record, not yet in the queue."""
-        self._number += 1
-        sequence = Sequence(request, self._number, now_s, committed=list(request.committed))
+        sequence = Sequence(request, next(self._numbers), now_s, committed=list(request.committed))
         self.sequences[request.id] = sequence
         self.limit_left += sequence.tokens_left
         if request.timeout_s is not None:

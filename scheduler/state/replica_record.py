@@ -133,7 +133,7 @@ class ReplicaRecord:
 
     id: str
     spec: ReplicaSpec
-    kv_reserve: float = 1.0
+    kv_reserve: float
     """Share of a sequence's tokens to come for which blocks are reserved when it is placed."""
     draining: bool = False
     blocks_used: int = 0

@@ -139,7 +139,7 @@ class Sequence:
     cached_tokens: int = 0
     keys: tuple[BlockKey, ...] = ()
     """Of its blocks, as far as they were asked for; with blocks of `keys_size` positions."""
-    keys_size: int = 0
+    keys_size: int | None = None
 
     def __post_init__(self) -> None:
         self.id = self.request.id
@@ -249,11 +249,10 @@ def truncate(
 
     A stop token that is also the last one allowed counts as STOP.
     """
-    kept = tokens if len(tokens) <= tokens_left else tokens[: max(tokens_left, 0)]
-    if stop_token_ids:
-        for index, token in enumerate(kept):
-            if token in stop_token_ids:
-                return kept[: index + 1], FinishReason.STOP
+    kept = tokens[:tokens_left]
+    for index, token in enumerate(kept):
+        if token in stop_token_ids:
+            return kept[: index + 1], FinishReason.STOP
     if len(kept) == tokens_left:
         return kept, FinishReason.LENGTH
     return kept, None

@@ -1,4 +1,5 @@
-"""Proves that a request which asks for another choice of tokens is known as such."""
+"""Proves that a request which asks for another choice of tokens is known as such, and that what is
+told of tokens comes out as it went in."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from scheduler.decoding import Decoding
+from scheduler.decoding import ENTRY, Decoding, TokenLogprobs
 
 
 @pytest.mark.parametrize(
@@ -18,6 +19,7 @@ from scheduler.decoding import Decoding
         {"presence_penalty": 0.5},
         {"min_tokens": 1},
         {"bad_words": ((3,),)},
+        {"allowed_token_ids": (3,)},
         {"grammar": "{}"},
     ],
     ids=lambda asked: next(iter(asked)),
@@ -29,3 +31,11 @@ def test_each_change_of_logits_is_known_by_itself(asked: dict[str, Any]) -> None
 @pytest.mark.parametrize("told", [{}, {"logprobs": 5}, {"prompt_logprobs": 0}])
 def test_what_is_only_told_changes_nothing(told: dict[str, Any]) -> None:
     assert Decoding(4, **told).changes_logits is False
+
+
+def test_log_probabilities_are_read_as_they_were_packed_and_counted() -> None:
+    """The token's own is one of them."""
+    top = ((7, -0.5), (3, -1.25))
+    told = TokenLogprobs(-1.25, 2, b"".join(ENTRY.pack(*each) for each in top))
+    assert (told.top, told.told) == (top, 3)
+    assert TokenLogprobs(-1.25, 2).told == 1

@@ -15,6 +15,7 @@ from scheduler.validation import (
     BIAS_MAX,
     END_TOKENS_MAX,
     LOGIT_BIAS_MAX,
+    LOGPROB_IDS_MAX,
     PENALTY_MAX,
     check_request,
 )
@@ -40,8 +41,9 @@ GOOD: list[dict[str, object]] = [
     {"timeout_s": 0.001},
     {"timeout_s": 60},
     {"committed": (1, 2)},
+    {"committed": (1,) * 8},
     {"sampling": Sampling(1e-6, 1, 1e-6, 0.0, 0)},
-    {"sampling": Sampling(5.0, 10**6, 1.0, 1.0, 2**63 - 1)},
+    {"sampling": Sampling(5.0, 2**31 - 1, 1.0, 1.0, 2**63 - 1)},
 ]
 
 
@@ -79,6 +81,9 @@ GOOD_DECODING: list[dict[str, object]] = [
     {"min_tokens": 8},
     {"min_tokens": 8, "bad_words": ((0, 99), (5,))},
     {"grammar": "start: /a/"},
+    {"allowed_token_ids": (0, 99), "min_tokens": 8},
+    {"logprobs": 0, "logprob_token_ids": (0, 99)},
+    {"logprobs": 0, "logprob_token_ids": (1,) * LOGPROB_IDS_MAX},
 ]
 
 
@@ -103,7 +108,17 @@ BAD_DECODING: dict[str, tuple[object, ...]] = {
     "prompt_logprobs": (-2, -1, 21),
     "min_tokens": (-1, 9),
     "bad_words": (((1, 100),), ((-1,),)),
+    "allowed_token_ids": ((1, 100), (-1,)),
+    "logprob_token_ids": ((1,),),
 }
+BAD_TOGETHER: list[tuple[str, dict[str, object]]] = [
+    ("min_tokens", {"grammar": "start: /a/", "min_tokens": 1}),
+    ("bad_words", {"grammar": "start: /a/", "bad_words": ((1,),)}),
+    ("allowed_token_ids", {"grammar": "start: /a/", "allowed_token_ids": (1,)}),
+    ("allowed_token_ids", {"bad_words": ((1,),), "allowed_token_ids": (1,)}),
+    ("logprob_token_ids", {"logprobs": 0, "logprob_token_ids": (100,)}),
+    ("logprob_token_ids", {"logprobs": 0, "logprob_token_ids": (1,) * (LOGPROB_IDS_MAX + 1)}),
+]
 
 
 @pytest.mark.parametrize(
@@ -115,8 +130,7 @@ BAD_DECODING: dict[str, tuple[object, ...]] = {
             for field, values in BAD_DECODING.items()
             for value in values
         ),
-        ("min_tokens", {"decoding": Decoding(3, grammar="start: /a/", min_tokens=1)}),
-        ("bad_words", {"decoding": Decoding(3, grammar="start: /a/", bad_words=((1,),))}),
+        *((field, {"decoding": Decoding(3, **fields)}) for field, fields in BAD_TOGETHER),
         *(
             (field, {"sampling": Sampling(**{field: value})})
             for field, values in BAD_SAMPLING.items()
@@ -156,6 +170,25 @@ def test_the_setting_says_how_many_log_probabilities_and_whether_all_may_be_aske
             check_request(request(decoding=Decoding(3, **{field: count})), config, spec)
         assert caught.value.field == field
         assert most == -1 or f"[0, {most}]" in caught.value.reason
+
+
+def test_of_the_allowed_tokens_one_must_go_on_where_the_text_may_not_end_yet() -> None:
+    stops = request(stop_token_ids=(5, 6), decoding=Decoding(3, allowed_token_ids=(5, 6)))
+    check_request(stops, CONFIG, SPEC)
+    for allowed, least, good in (((5, 7), 1, True), ((5,), 1, False), ((5, 6), 1, False)):
+        decoding = Decoding(3, allowed_token_ids=allowed, min_tokens=least)
+        ask = request(stop_token_ids=(5, 6), decoding=decoding)
+        if good:
+            check_request(ask, CONFIG, SPEC)
+        else:
+            with pytest.raises(InvalidRequest, match=r"^allowed_token_ids: all of them end"):
+                check_request(ask, CONFIG, SPEC)
+
+
+def test_a_prompt_may_be_as_long_as_the_setting_says() -> None:
+    check_request(request(prompt=(1,) * 50), CONFIG)
+    with pytest.raises(InvalidRequest, match=r"^prompt: 51 tokens, at most 50 allowed"):
+        check_request(request(prompt=(1,) * 51), CONFIG)
 
 
 def test_without_a_spec_only_what_depends_on_it_goes_unchecked() -> None:

@@ -232,3 +232,20 @@ def test_after_a_batch_that_was_too_large_larger_ones_are_tried_again_little_by_
         full = sum(part >= size for part in sizes[first:then])
         wanted = math.log((size + 1) / size) / math.log(CAP_GROWTH)
         assert full == pytest.approx(wanted, abs=2)
+
+
+@pytest.mark.parametrize(("kv_blocks", "steps"), [(12, 4), (11, 1)])
+def test_a_batch_has_several_steps_if_the_blocks_just_last_for_them(
+    kv_blocks: int, steps: int
+) -> None:
+    """Two rows of 4 tokens have 2 blocks each, and need 6 each for four steps of 5 tokens."""
+    hand = Hand(kv_reserve=0.0, draft_len=4, steps_per_batch_max=4)
+    for name in "ab":
+        hand.submit(name, length=3, max_new_tokens=30)
+    hand.join(kv_blocks=kv_blocks)
+    (batch,) = hand.settle()
+    assert [row.blocks for row in batch.rows] == [2, 2]
+    hand.done(batch)
+    (batch,) = hand.in_flight()
+    assert batch.steps == steps
+    assert hand.scheduler.snapshot().preempted == 0

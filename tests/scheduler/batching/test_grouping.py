@@ -162,7 +162,6 @@ def test_no_row_waits_beyond_the_bound(
 @pytest.mark.parametrize(
     ("ready", "stepping", "joining", "batches", "expected"),
     [
-        (0, 8, 0, 1, False),  # no row to step
         (1, 0, 0, 0, True),  # a replica without any batch never waits
         (4, 4, 0, 1, False),  # a fragment waits: all 8 belong in one batch
         (7, 1, 0, 1, False),

@@ -54,6 +54,14 @@ def test_of_a_burst_a_replica_takes_no_more_than_a_batch_beyond_a_lighter_one(
     assert hand.replica("one").load == 1 + rows_max + 1
 
 
+def test_the_only_replica_takes_more_than_a_batch_of_rows_in_one_prefill() -> None:
+    hand = Hand(rows_max=2, prefill_rows_max=8)
+    for index in range(8):
+        hand.submit(str(index))
+    (batch,) = batches_of(hand.join())
+    assert len(batch.prefill) == 8
+
+
 LONG = tuple(range(200))
 REPLICAS = st.lists(
     st.tuples(st.integers(0, 9), st.sampled_from([20, 60, 1000]), st.booleans(), st.booleans()),

@@ -159,7 +159,7 @@ BEGUN = st.lists(st.tuples(st.integers(2, 60), st.integers(1, 59)), min_size=1, 
 def test_of_each_batch_the_oldest_has_half_and_the_rest_goes_to_the_least_to_fill(
     begun: list[tuple[int, int]], tokens: int, rows: int
 ) -> None:
-    replica = ReplicaRecord("r", ReplicaSpec(1000, 4, 512, 1000))
+    replica = ReplicaRecord("r", ReplicaSpec(1000, 4, 512, 1000), kv_reserve=1.0)
     for number, (length, filled) in enumerate(begun):
         one = Sequence(Request(str(number), (1,) * (length + 1), 9), number)
         one.prefilled = min(filled, length - 1)
@@ -190,5 +190,5 @@ def test_of_each_batch_the_oldest_has_half_and_the_rest_goes_to_the_least_to_fil
 
 
 def test_nothing_begun_has_no_half() -> None:
-    replica = ReplicaRecord("r", ReplicaSpec(1000, 4, 512, 1000))
+    replica = ReplicaRecord("r", ReplicaSpec(1000, 4, 512, 1000), kv_reserve=1.0)
     assert (first_half(replica, 10), oldest_partial(replica)) == (0, None)

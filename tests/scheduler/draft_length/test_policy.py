@@ -161,6 +161,8 @@ def test_a_request_can_pin_its_own_and_the_others_draft_along() -> None:
     rows = [*rows_of(3), *rows_of(1, draft_len=30)]
     assert policy.plan("r", rows, 1).draft_len == SchedulerConfig().draft_len_max
     assert policy.plan("r", rows_of(2, draft_len=0), 1).draft_len == 0
+    rows = [*rows_of(1, draft_len=2), *rows_of(1, draft_len=5)]
+    assert policy.plan("r", rows, 1).draft_lens == [2, 5], "each its own"
 
 
 @pytest.mark.parametrize(
@@ -250,6 +252,8 @@ def test_what_is_not_known_is_zero_and_a_replica_begins_with_what_its_trial_show
     assert (nothing.step_s, nothing.draft_len) == (0.0, FALLBACK)
     assert policy.plan("r", rows_of(2), 3).steps == 3
     assert policy.plan("r", rows_of(2), 3).draft_lens == [FALLBACK] * 2
+    policy.joined("short", ReplicaSpec(10, 4, 99, 9, draft_len_max=FALLBACK - 1))
+    assert policy.estimates("short").draft_len == FALLBACK - 1, "no more than it can propose"
     policy.joined("s", ReplicaSpec(10, 4, 99, 9, acceptance=0.25))
     assert policy.estimates("s").acceptance_greedy == 0.25
     assert policy.estimates("s").acceptance_sampled == 0.25

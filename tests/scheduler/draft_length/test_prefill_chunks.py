@@ -61,6 +61,16 @@ def test_where_few_rows_step_a_chunk_takes_some_steps_and_no_more() -> None:
         assert truth(chunk, 0) == pytest.approx(min(steps, CHUNK_STEPS_MAX) * 20e-3, rel=0.05)
 
 
+def test_a_chunk_is_measured_once_prefills_of_two_sizes_were_seen() -> None:
+    pair = Pair(CHEAP, LinearCost(20e-3), acceptance=0.0)
+    policy = policy_for(pair, draft_len=0)
+    pair.turn(policy, rows_of(8), 3)
+    policy.observe(*prefill(0, 1024, 102.4e-3), [], None)
+    assert policy.prefill_tokens("r", 8, 10_000) == 10_000
+    policy.observe(*prefill(0, 64, 6.4e-3), [], None)
+    assert policy.prefill_tokens("r", 8, 10_000) == pytest.approx(200, rel=0.05)
+
+
 def test_what_a_chunk_costs_whatever_it_fills_is_a_small_part_of_it() -> None:
     truth = LinearCost(30e-3, 1e-4)
     chunk = filling(truth).prefill_tokens("r", 8, 10_000)

@@ -1,0 +1,89 @@
+"""Proves that what a message leaves out asks for nothing and counts nothing."""
+
+from __future__ import annotations
+
+from dataclasses import astuple
+
+import pytest
+
+from scheduler.config import DRAFT_LEN_MAX, SchedulerConfig
+from scheduler.decoding import Decoding
+from scheduler.draft_length import CostEstimates
+from scheduler.messages import (
+    Batch,
+    BatchKind,
+    FailureRecord,
+    Finish,
+    FinishReason,
+    PrefillRow,
+    ReplicaSpec,
+    Request,
+    RowResult,
+    Sampling,
+    StepResult,
+    StepTimes,
+    Submit,
+)
+from scheduler.scaling import ShardLoad
+from scheduler.state import BatchFigures
+from scheduler.status import PoolStatus, ReplicaStatus
+from scheduler.validation import check_request
+
+SPEC = ReplicaSpec(kv_blocks=10, block_size=4, context_len=64, vocab_size=100)
+
+
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        (RowResult("a"), 1),
+        (StepTimes(), 0),
+        (FailureRecord(), 0),
+        (BatchFigures(), 0),
+        (CostEstimates(), 0),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_sums_and_counts_begin_with_nothing(message: object, said: int) -> None:
+    """`said`: fields that are no count."""
+    assert not any(astuple(message)[said:])
+
+
+def test_an_answer_and_a_status_that_say_no_more_count_nothing() -> None:
+    assert StepResult(1, "r", ()).steps == 0
+    assert Finish("a", FinishReason.STOP).usage.steps == 0
+    replica = ReplicaStatus("r", SPEC)
+    assert (replica.residents, replica.batches_in_flight, replica.kv_blocks_used) == (0, 0, 0)
+    assert not replica.draining
+    pool = PoolStatus(0, 0, (), {})
+    assert (pool.waiting_tokens, pool.outstanding_tokens, pool.tokens_per_s) == (0, 0, 0.0)
+    assert (pool.preempted, pool.moved, pool.recovered) == (0, 0, 0)
+
+
+def test_a_request_that_says_no_more_is_greedy_over_all_tokens_and_can_be_served() -> None:
+    request = Request("a", (1, 2, 3), 8)
+    check_request(request, SchedulerConfig(), SPEC)
+    assert request.sampling == Sampling(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
+    submit = Submit(request)
+    assert not submit.admitted_before
+    assert not submit.validated
+    assert not Decoding(3).changes_logits
+
+
+def test_a_batch_is_one_step_without_drafts_and_a_prefill_row_is_filled_but_for_the_last() -> None:
+    row = PrefillRow("a", (1, 2, 3), 8, Sampling(), (), blocks=3)
+    batch = Batch(1, "r", BatchKind.PREFILL, prefill=(row,))
+    assert (row.begin, row.end, batch.prefill_tokens) == (0, 2, 2)
+    assert (batch.steps, batch.draft_len, batch.row_ids) == (1, 0, ["a"])
+
+
+def test_a_replica_that_says_no_more_drafts_what_is_asked_and_shares_nothing() -> None:
+    assert (SPEC.draft_len_max, SPEC.draft_len, SPEC.rows_max) == (DRAFT_LEN_MAX, None, None)
+    assert (SPEC.prefix_sharing, SPEC.overlaps, SPEC.texts_kept) == (False, False, 0)
+    assert (SPEC.logits_size, SPEC.length_max) == (100, 40)
+
+
+def test_a_shard_of_which_nothing_is_known_answers_and_has_no_replica() -> None:
+    load = ShardLoad()
+    assert load.answers
+    assert (load.serving, load.outstanding_tokens, load.expected_share) == (0, 0, 1.0)
+    assert not load.holds(1)
