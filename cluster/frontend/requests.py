@@ -112,17 +112,19 @@ class RequestFactory:
         than a call may ask for."""
         asked = dict.fromkeys(("logprobs", "prompt_logprobs"), 0)
         every = self.text.spec.logits_size
+
+        def of_places(places: int, told: int) -> int:
+            return places * (1 + (every if told == -1 else min(told, every)))
+
         for request in requests:
             if (decoding := request.decoding) is None:
                 continue
             if decoding.logprobs is not None:
                 new = request.max_new_tokens - len(request.committed)
                 told = len(decoding.logprob_token_ids) or decoding.logprobs
-                asked["logprobs"] += new * (1 + (every if told == -1 else min(told, every)))
+                asked["logprobs"] += of_places(new, told)
             if decoding.prompt_logprobs is not None:
-                told = decoding.prompt_logprobs
-                told = every if told == -1 else min(told, every)
-                asked["prompt_logprobs"] += len(request.prompt) * (1 + told)
+                asked["prompt_logprobs"] += of_places(len(request.prompt), decoding.prompt_logprobs)
         most = self.config.frontend.logprobs_max
         if sum(asked.values()) > most:
             field = max(asked, key=asked.__getitem__)

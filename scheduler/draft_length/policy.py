@@ -207,14 +207,11 @@ class DraftPolicy:
         passed beside its run, where nothing else was in flight."""
         known = self._replicas[result.replica_id]
         if result.steps and round_trip_s is not None:
-            before = known.round_trip_s
-            usual_s = (
-                round_trip_s
-                if before is None
-                else before + ROUND_TRIP_RATE * (round_trip_s - before)
-            )
-            # The least is what matters: a round trip is long by chance only.
-            known.round_trip_s = min(round_trip_s, usual_s)
+            before_s = known.round_trip_s
+            if before_s is not None and round_trip_s > before_s:
+                # The least is what matters: a round trip is long by chance only.
+                round_trip_s = before_s + ROUND_TRIP_RATE * (round_trip_s - before_s)
+            known.round_trip_s = round_trip_s
         self._observe_times(known, batch, result)
         self._acceptance.observe(answers)
 
