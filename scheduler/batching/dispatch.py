@@ -132,7 +132,7 @@ class Dispatcher:
             return self._step(replica, self._next_rows(replica), 1)
         prompts_wait = False
         # Nearly always a full replica has nothing to fill, and then nothing of it is worked out.
-        if replica.partial or (self._pool.waiting and replica.load < self._config.residents_max):
+        if replica.partial or (self._pool.waiting and self._pool.takes_more(replica)):
             tokens = self.chunk(replica)
             placement = next_placement(replica, self._pool, tokens)
             if placement.reserve is not None:
@@ -168,7 +168,7 @@ class Dispatcher:
         if replica.reserved_for is None:
             return False
         sequence = self._pool.waiting[replica.reserved_for]
-        return sequence.quarantined and has_room(replica, sequence, self._config)
+        return sequence.quarantined and has_room(replica, sequence, self._pool)
 
     def _drop_vain_reservation(self, replica: ReplicaRecord) -> None:
         """A sequence that reserved the only replica may have failed on it. If there is another now,

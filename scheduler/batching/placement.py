@@ -64,11 +64,10 @@ class Placement:
     """A sequence that reserves this replica now."""
 
 
-def has_room(replica: ReplicaRecord, sequence: Sequence, config: SchedulerConfig) -> bool:
+def has_room(replica: ReplicaRecord, sequence: Sequence, pool: Pool) -> bool:
     """Rule 1 without the place for a batch."""
     return (
-        not replica.draining
-        and replica.load < config.residents_max
+        pool.takes_more(replica)
         and replica.reserved_for in (None, sequence.id)
         and replica.could_hold(sequence)
         and replica.has_blocks(sequence)
@@ -82,7 +81,7 @@ def best_replica(sequence: Sequence, pool: Pool) -> ReplicaRecord | None:
     lightest: int | None = None
     for load, replica_id in pool.open:
         replica = pool.replicas[replica_id]
-        if not has_room(replica, sequence, config):
+        if not has_room(replica, sequence, pool):
             continue
         # The lightest with room may have no place now: then it is the one to wait for.
         lightest = load if lightest is None else lightest
@@ -160,7 +159,7 @@ def _next_rows(replica: ReplicaRecord, pool: Pool, tokens: int) -> Placement:
             continue
         part = min(sequence.prefill_len, left)
         load = replica.load + len(chunks)
-        if (sequence.prefill_len and not left) or _is_lighter(others, sequence, load, config):
+        if (sequence.prefill_len and not left) or _is_lighter(others, sequence, load, pool):
             break
         chunks.append((sequence, 0, part))
         left -= part
@@ -178,12 +177,10 @@ def _as_far_as(last: str | None, queue: Iterable[Sequence]) -> Iterator[Sequence
             return
 
 
-def _is_lighter(
-    others: list[ReplicaRecord], sequence: Sequence, load: int, config: SchedulerConfig
-) -> bool:
+def _is_lighter(others: list[ReplicaRecord], sequence: Sequence, load: int, pool: Pool) -> bool:
     """Whether one of the others is so much lighter that the sequence is left to it (rule 2)."""
     return any(
-        other.load + config.rows_max < load and has_room(other, sequence, config)
+        other.load + pool.config.rows_max < load and has_room(other, sequence, pool)
         for other in others
     )
 

@@ -229,3 +229,20 @@ def test_the_factor_of_speed_comes_to_seconds_now_over_usual_seconds(factor: flo
     assert table.step_s(8, 2, 2000) == pytest.approx(
         factor * (line(24, 2000) + 2 * DRAFT_S), rel=0.1
     )
+
+
+@pytest.mark.parametrize("slowdown", [1.0, 2.0])
+def test_of_batches_that_take_turns_the_busier_device_decides_or_half_of_the_whole_round(
+    slowdown: float,
+) -> None:
+    table = LatencyTable()
+    table.slowdown = slowdown
+    for tokens in (4, 8, 12, 16, 20):
+        table.step.observe(tokens, 0, 2e-3, tokens)
+    table.draft.observe(4, 0, 1e-3, 1)
+    for idle_s, expected_ms in (
+        (0.0, [2.0, 2.0, 2.0, 3.0, 4.0]),
+        (4e-3 * slowdown, [3.0, 3.5, 4.0, 4.5, 5.0]),
+    ):
+        found = table.turns_s(4, 4, 0, idle_s)
+        assert found == pytest.approx([1e-3 * slowdown * ms for ms in expected_ms])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from statistics import fmean
 
 import pytest
@@ -18,7 +19,7 @@ from scheduler.draft_length.policy import (
     StepPlan,
     row_draft_len,
 )
-from scheduler.messages import ReplicaSpec
+from scheduler.messages import ReplicaSpec, TriedBatch
 from scheduler.state.sequence import Sequence
 from tests.scheduler.draft_length.pair import CHEAP, TARGET, Pair, answers, policy_for, rows_of
 
@@ -276,3 +277,20 @@ def test_the_goodput_counts_the_time_in_which_a_replica_waits_for_its_next_batch
         for draft_len, spent_s in enumerate(step_s)
     ]
     assert reached(pair, policy, rows, goodputs) >= 0.97 * max(goodputs)
+
+
+@pytest.mark.parametrize(("draft_s", "pay"), [(1e-9, False), (1e-3, False), (2.5e-3, True)])
+def test_turns_pay_where_a_draft_takes_as_long_as_a_check_though_both_halves_read_weights_again(
+    draft_s: float, pay: bool
+) -> None:
+    """A check of 8 rows of 100 tokens takes 2.5 ms, one of 16 takes 4 ms."""
+    pair = Pair(LinearCost(draft_s), LinearCost(1e-3, kv_s=1.5e-3 / 800), acceptance=1.0)
+
+    def seen(rows: int, length: int) -> TriedBatch:
+        batch, result = pair.answer(rows_of(rows), StepPlan([1] * rows, 1))
+        batch = replace(batch, rows=tuple(replace(row, length=length) for row in batch.rows))
+        return batch, replace(result, times=pair.times(batch))
+
+    tried = tuple(seen(rows, length) for rows in (8, 16) for length in (100, 400) for _ in range(2))
+    policy = policy_for(None, tried, draft_len=1)
+    assert policy.turns_pay("r", rows_of(8), 16, 8) == pay

@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.shared.linear import LinearCost
+from scheduler.draft_length.latency import STALE
 from scheduler.draft_length.policy import PROBE_SAVED, PROBE_SHARE
 from tests.scheduler.draft_length.pair import CHEAP, TARGET, Pair, answers, policy_for, rows_of
 
@@ -78,3 +80,16 @@ def test_a_probe_that_makes_the_draft_catch_up_pays_for_it_from_what_is_saved() 
     step_s = Pair(CHEAP, TARGET, 0.0).step_s(8, 0)
     more = until_a_probe(3 * step_s) - until_a_probe(0.0)
     assert more == pytest.approx(3 / PROBE_SHARE, rel=0.1)
+
+
+def test_every_draft_length_up_to_the_most_is_tried() -> None:
+    """Where each is as good as another, none is too dear to try."""
+    pair = Pair(LinearCost(0.0), LinearCost(10e-3, 0.0, 0.0), acceptance=0.0)
+    policy = policy_for(pair)
+    rows, tried = rows_of(8), set[int]()
+    for _ in range(4 * STALE):
+        plan = policy.plan("r", rows, 1)
+        batch, result = pair.answer(rows, plan)
+        policy.observe(batch, result, answers(rows, result), None)
+        tried.add(plan.draft_len)
+    assert tried == set(range(9))

@@ -332,9 +332,8 @@ async def test_the_whole_vocabulary_is_told_of_at_every_edge_and_begins_with_the
         assert [len(token["top_logprobs"]) for token in content] == [TINY_VOCAB] * 3
 
         include = ["message.output_text.logprobs"]
-        response = await told(
-            "responses", input="def", top_logprobs=-1, include=include, max_output_tokens=16
-        )
+        asked = {"input": "def", "top_logprobs": -1, "include": include, "max_output_tokens": 16}
+        response = await told("responses", **asked, temperature=0)
         logprobs = response["output"][0]["content"][0]["logprobs"]
         assert {len(token["top_logprobs"]) for token in logprobs} == {TINY_VOCAB}
 
