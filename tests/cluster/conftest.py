@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import random
 
 import pytest
 import uvloop
@@ -25,6 +26,12 @@ def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens hardly wait for more of them."""
     monkeypatch.setattr("cluster.pool.peers.GATHER_S", 0.002)
     monkeypatch.setattr("cluster.frontend.answer._CHUNKS_PER_S", 1e6)
+
+
+@pytest.fixture(autouse=True)
+def _same_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that names no seed gets another one each time, but the same ones in each run."""
+    monkeypatch.setattr("secrets.randbelow", random.Random(0).randrange)
 
 
 @pytest.fixture(autouse=True)
