@@ -11,7 +11,7 @@ client waits for its first token.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence as Rows
-from math import inf
+from math import inf, isfinite
 from operator import attrgetter
 
 from scheduler.state.sequence import Sequence
@@ -76,4 +76,4 @@ class ReadyRows:
         """Asserts that the rows are in order of age, and each has its turn."""
         since = list(self._since.values())
         assert since == sorted(since), "ready rows are not in order of age"
-        assert all(row.turn > -inf or not row.committed for row in self._since), "no turn"
+        assert all(isfinite(row.turn) or not row.committed for row in self._since), "no turn"

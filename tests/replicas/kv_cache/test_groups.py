@@ -282,6 +282,15 @@ def test_a_drafters_layers_lie_beside_a_table_that_keeps_all() -> None:
     assert sorted(store for group in others for store in group.stores) == [*range(12)]
 
 
+@pytest.mark.parametrize(("layers_beside", "tables"), [(0, 6), (10, 5), (40, 3), (100, 1)])
+def test_the_more_lies_beside_in_each_block_the_fewer_tables_save(
+    layers_beside: int, tables: int
+) -> None:
+    shape = gemma(4)
+    beside = layers_beside * shape[0].kv_numbers
+    assert len(divided_into_groups(shape, 16, 8000, beside)) == tables
+
+
 def test_a_batch_of_steps_ends_where_a_window_has_no_room_for_another_step() -> None:
     assert AHEAD > DRAFT_LEN_MAX, "for one step there is always room"
     plain, sliding = BlockAllocator(9, BLOCK), BlockAllocator(9, BLOCK, GROUPS)
