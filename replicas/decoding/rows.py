@@ -76,9 +76,8 @@ class RowState:
         ids, new, seen = (tensor.to(logits.device) for tensor in counts.with_draft(draft))
         scores = logits[:, ids].float()
         factor = self.decoding.repetition_penalty
-        if factor != 1.0:
-            repeated = torch.where(scores > 0, scores / factor, scores * factor)
-            scores = torch.where(seen, repeated, scores)
+        repeated = torch.where(scores > 0, scores / factor, scores * factor)
+        scores = torch.where(seen, repeated, scores)
         scores -= self.decoding.frequency_penalty * new
         scores -= self.decoding.presence_penalty * (new > 0)
         # A penalty makes a token unlikely, it strikes none out.
