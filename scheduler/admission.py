@@ -19,9 +19,8 @@ def refusal(event: Submit, pool: Pool, now_s: float) -> Reject | None:
     if request.id in pool.sequences:
         return Reject(request.id, RejectCode.DUPLICATE, "id", "a request with this id is live")
     try:
-        if event.validated:
-            check_request(request, pool.config)
-        else:
+        check_request(request, pool.config)
+        if not event.validated:
             check_servable(request, pool)
     except InvalidRequest as error:
         return Reject(request.id, RejectCode.INVALID, error.field, error.reason)
@@ -32,8 +31,7 @@ def refusal(event: Submit, pool: Pool, now_s: float) -> Reject | None:
 
 
 def check_servable(request: Request, pool: Pool) -> None:
-    """Raises InvalidRequest if every known replica refuses the request."""
-    check_request(request, pool.config)
+    """Raises InvalidRequest if there are replicas and every one refuses the request."""
     refused: InvalidRequest | None = None
     for spec in pool.specs:
         try:

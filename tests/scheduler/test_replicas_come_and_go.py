@@ -69,6 +69,14 @@ def test_one_that_no_pool_has_checked_is_refused_by_the_replicas_there_are_or_th
     assert [rows_of(batch) for batch in hand.in_flight("small")] == [["c"]]
 
 
+@pytest.mark.parametrize("validated", [False, True])
+def test_what_the_settings_refuse_is_refused_before_a_replica_is_known(validated: bool) -> None:
+    """Whatever another pool said, whose settings may have been others."""
+    hand = Hand(timeout_s_max=60.0)
+    asked = Request("a", (1,), 9, timeout_s=61.0)
+    assert only(hand.tell(Submit(asked, validated=validated)), Reject).field == "timeout_s"
+
+
 def test_those_behind_one_that_was_validated_are_validated_all_the_same() -> None:
     hand = Hand()
     hand.tell(Submit(Request("a", (1,) * 40, 40), admitted_before=True, validated=True))
