@@ -5,6 +5,7 @@ Late, doubled and unknown events change nothing.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import permutations
 
 import pytest
@@ -14,6 +15,7 @@ from scheduler.messages import (
     Emit,
     Finish,
     FinishReason,
+    Priority,
     Reject,
     RejectCode,
     ReplicaJoined,
@@ -120,6 +122,20 @@ def test_a_draining_replica_hands_back_its_residents_and_takes_none() -> None:
     assert sorted(hand.waiting()) == ["a", "b", "c", "d"]
     (batch,) = batches_of(hand.join("two"))
     assert sorted(rows_of(batch)) == ["a", "b", "c", "d"]
+
+
+@pytest.mark.parametrize("gone", [Hand.lose, Hand.drain])
+def test_one_that_lost_its_place_goes_before_those_of_any_class(
+    gone: Callable[[Hand], None],
+) -> None:
+    """A client may be reading its stream already."""
+    hand = Hand(residents_max=1)
+    hand.join()
+    hand.submit("served", priority=Priority.LOW)
+    hand.submit("waits", priority=Priority.HIGH)
+    gone(hand)
+    hand.work()
+    assert hand.waiting() == ["served", "waits"]
 
 
 def test_a_request_whose_batches_always_fail_is_failed_with_the_message() -> None:
