@@ -90,6 +90,14 @@ def test_what_a_tenant_was_served_stays_known_while_hundreds_of_others_come_and_
     assert list(queue) == ["0", "302", "301", "300"]
 
 
+def test_of_what_a_tenant_was_served_while_none_waited_nothing_is_held_against_it() -> None:
+    queue = queue_of(sequence(0, tenant="early", tokens=10_000))
+    serve(queue, 1)
+    queue.add(sequence(1, tenant="early"))
+    queue.add(sequence(2, tenant="late"))
+    assert list(queue) == ["1", "2"]
+
+
 def test_one_whose_tenant_was_served_most_passes_a_higher_class_all_the_same() -> None:
     """Though a tenant served less always has a young request before it, and takes it back."""
     served, low = sequence(0, 0.0, Priority.LOW, "served"), Priority.LOW
