@@ -254,7 +254,7 @@ Look = tuple[int, float, int, int, int]
         ([(0, 0.0, 0, 0, 0), (0, 2.0, 100, 20, 1)], 300.0),
         ([(0, 0.0, 0, 0, 0), (0, 2.0, 100, 20, 1), (0, 4.0, 1100, 40, 1)], 500.0),
         # Where requests wait a replica has enough to do, though its batches are small.
-        ([(5, 0.0, 0, 0, 0), (5, 2.0, 100, 20, 2)], 50.0),
+        ([(1, 0.0, 0, 0, 0), (1, 2.0, 100, 20, 2)], 50.0),
         # What looks in short order see adds up to a sample, and then the next one begins.
         ([(0, 0.4 * n, 80 * n, 4 * n, 8) for n in range(4)], 200.0),
         ([(0, 0.4 * n, 80 * n, 4 * n, 8) for n in range(3)], 300.0),
