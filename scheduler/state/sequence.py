@@ -119,6 +119,8 @@ class Sequence:
     """Content length: prompt and committed tokens, padding never."""
     length_max: int = field(init=False)
     """Content length when the limit is reached."""
+    validated: bool = field(init=False)
+    """Whether a known replica could take it when it was admitted, or an earlier pool's."""
     replica_id: str | None = None
     turn: float = -inf
     """Its place among the rows of its replica; see `ReadyRows`. -inf: it has had no step there."""
@@ -128,8 +130,6 @@ class Sequence:
     """Seconds in the queue until a replica first took it."""
     reservation: str | None = None
     """The replica that takes nothing behind this sequence in the queue until it fits."""
-    validated: bool = False
-    """Whether a known replica could take it when it came, or an earlier pool's."""
     preempted: bool = False
     """KV blocks ran out and it was sent back: from then on all that it may need is set aside."""
     excluded_replicas: list[str] = field(default_factory=list)
