@@ -238,8 +238,12 @@ def test_a_long_life_leaves_nothing_behind() -> None:
             serve(queue, 1)
         else:
             queue.remove(next(iter(queue.values())))
-    for number in range(5000, 9000):  # nobody is served any more
-        queue.add(sequence(number, float(number), tenant=f"tenant {number}"))
-        queue.remove(next(iter(queue.values())))
     assert len(queue) == 0
+    patient = sequence(5000, 5000.0, tenant="patient")
+    queue.add(patient)
+    for number in range(5001, 9000):  # nobody is served any more, and one waits all the time
+        cancelled = sequence(number, float(number), tenant=f"tenant {number}")
+        queue.add(cancelled)
+        queue.remove(cancelled)
+    assert [*queue.values()] == [patient]
     assert len(pickle.dumps(queue)) < 10_000, "all that it holds"
