@@ -187,8 +187,8 @@ class CapacityMeter:
         speed = (now.committed_tokens - before.committed_tokens) / busy_s
         if speed <= 0.0:
             return
-        rows = (now.row_steps - before.row_steps) / max(now.steps - before.steps, 1)
-        if not (waited or rows >= self._rows_full):
+        row_steps, steps = now.row_steps - before.row_steps, now.steps - before.steps
+        if not (waited or row_steps >= self._rows_full * steps):
             self.tokens_per_s = max(self.tokens_per_s, speed)
         elif self._measured:
             share = 1.0 - math.exp(-busy_s / _MEMORY_S)

@@ -38,9 +38,7 @@ class ShardLoad(msgspec.Struct, frozen=True, array_like=True):
         return self.serving > 0 and length <= self.length_max
 
 
-def choose_shard(
-    loads: Sequence[ShardLoad], tokens: float = 0.0, turn: int = 0, length: int = 0
-) -> int:
+def choose_shard(loads: Sequence[ShardLoad], tokens: float, turn: int, length: int) -> int:
     """Index of the shard that a request for at most so many new tokens goes to.
 
     Where its last token is due first: the fewest outstanding tokens per replica, this request's

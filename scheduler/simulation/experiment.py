@@ -189,7 +189,8 @@ class Experiment:
             ShardLoad(serving, outstanding)
             for serving, outstanding in zip(self._serving, self._outstanding, strict=True)
         ]
-        shard = choose_shard(loads, request.new_tokens)
+        length = request.prompt_tokens + request.new_tokens
+        shard = choose_shard(loads, request.new_tokens, 0, length)
         self._outstanding[shard] += request.new_tokens
         self._arrived.append((now_s, shard))
         prompt = (1,) * request.prompt_tokens

@@ -171,6 +171,10 @@ CROWD, CALM, NONE = load_of(3500), load_of(500), load_of(0)
             [(0.0, load_of(10)), *((float(t), NONE) for t in (1, 30, 31, 60, 61, 99, 100))],
             [3, 3, 2, 2, 1, 1, 1, 0],
         ),
+        # Idle is the time since the last request, low what was never interrupted.
+        (1, [(0.0, CALM), (60.0, CALM), (61.0, NONE), (159.0, NONE), (160.0, NONE)], [1] * 4 + [0]),
+        (3, [(0.0, CALM), (20.0, load_of(2000)), (25.0, CALM), (54.0, CALM)], [3] * 4),
+        (3, [(0.0, CALM), (20.0, CROWD), (21.0, CALM), (50.0, CALM), (51.0, CALM)], [3] * 4 + [2]),
         # Throughput holds those that a short queue would let go.
         (3, [(float(t), load_of(200, per_s=250.0)) for t in range(0, 200, 5)], [3] * 40),
     ],
@@ -183,6 +187,12 @@ def test_the_number_follows_the_load(
         wanted, state = load.wanted(CONFIG, wanted, state, now_s)
         found.append(wanted)
     assert found == numbers
+
+
+@pytest.mark.parametrize(("waiting", "outstanding"), [(1, 0), (0, 1)])
+def test_one_request_is_enough_to_want_the_first_replica(waiting: int, outstanding: int) -> None:
+    load = Load(outstanding, waiting, tokens_per_s=100.0)
+    assert load.wanted(CONFIG, 0, ScalingState(), 7.0) == (1, ScalingState(live_s=7.0))
 
 
 def test_so_many_start_at_once_as_serve_already() -> None:
@@ -253,6 +263,14 @@ Look = tuple[int, float, int, int, int]
         # Batches that are not full raise the figure and never lower it.
         ([(0, 0.0, 0, 0, 0), (0, 2.0, 100, 20, 1)], 300.0),
         ([(0, 0.0, 0, 0, 0), (0, 2.0, 100, 20, 1), (0, 4.0, 1100, 40, 1)], 500.0),
+        # Half of a full batch is enough work.
+        ([(0, 0.0, 0, 0, 0), (0, 2.0, 200, 20, 4)], 100.0),
+        ([(0, 0.0, 0, 0, 0), (0, 2.0, 200, 20, 3)], 300.0),
+        # What was before this sample does not count.
+        ([(0, 0.0, 0, 0, 0), (0, 2.0, 100, 20, 1), (0, 4.0, 300, 40, 4)], 100.0),
+        ([(0, 0.0, 0, 0, 0), (0, 2.0, 600, 20, 8), (0, 4.0, 700, 40, 5)], 300.0),
+        # Prefills alone commit nothing and say nothing of the speed.
+        ([(1, 0.0, 0, 0, 0), (1, 2.0, 0, 0, 0)], 300.0),
         # Where requests wait a replica has enough to do, though its batches are small.
         ([(1, 0.0, 0, 0, 0), (1, 2.0, 100, 20, 2)], 50.0),
         # What looks in short order see adds up to a sample, and then the next one begins.
@@ -289,7 +307,7 @@ def test_the_figure_follows_what_is_measured_of_all_replicas() -> None:
         replicas = (seen(name, second, 1000 * second, second, 8) for name in "cd")
         meter.look(status(0, *replicas))
     assert meter.tokens_per_s == pytest.approx(1000.0)
-    for second in range(400, 800):
+    for second in range(400, 800):  # the batches are small, but requests wait all the time
         committed = 400_000 + (second - 400) * 200
-        meter.look(status(0, seen("c", second, committed, second, 8)))
+        meter.look(status(5, seen("c", second, committed, second, 2)))
     assert meter.tokens_per_s == pytest.approx(200.0, rel=0.05)

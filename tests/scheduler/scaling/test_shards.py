@@ -21,8 +21,8 @@ from scheduler.status import PoolStatus
         # 4 replicas are done with 300 tokens before 1 is with 100.
         ([ShardLoad(1, 100), ShardLoad(4, 300)], 5, 1),
         # A long request takes longer on one empty replica than on four with a little work.
-        ([ShardLoad(1, 0), ShardLoad(4, 100)], 10, 0),
-        ([ShardLoad(1, 0), ShardLoad(4, 100)], 1000, 1),
+        ([ShardLoad(1, 0), ShardLoad(4, 100)], 33, 0),
+        ([ShardLoad(1, 0), ShardLoad(4, 100)], 34, 1),
         ([ShardLoad(0, 0), ShardLoad(1, 10_000)], 5, 1),
         ([ShardLoad(1, 0, answers=False), ShardLoad(1, 10_000)], 5, 1),
         # A shard that answers, but has no replica yet, can at least keep the request.
@@ -41,12 +41,12 @@ from scheduler.status import PoolStatus
 def test_the_shard_that_is_done_first_is_chosen(
     loads: list[ShardLoad], tokens: int, chosen: int
 ) -> None:
-    assert choose_shard(loads, tokens, length=100) == chosen
+    assert choose_shard(loads, tokens, 0, 100) == chosen
 
 
 def test_among_equals_each_has_its_turn() -> None:
     equals = [ShardLoad(1, 7)] * 4
-    assert [choose_shard(equals, 5, turn) for turn in range(8)] == [0, 1, 2, 3, 0, 1, 2, 3]
+    assert [choose_shard(equals, 5, turn, 9) for turn in range(8)] == [0, 1, 2, 3, 0, 1, 2, 3]
 
 
 def test_choosing_keeps_shards_of_unlike_size_equally_far_behind() -> None:
@@ -56,7 +56,7 @@ def test_choosing_keeps_shards_of_unlike_size_equally_far_behind() -> None:
     for turn in range(2000):
         tokens = rng.randint(1, longest)
         loads = [ShardLoad(*each) for each in zip(serving, outstanding, strict=True)]
-        outstanding[choose_shard(loads, tokens, turn)] += tokens
+        outstanding[choose_shard(loads, tokens, turn, 9)] += tokens
         per_replica = [tokens / n for tokens, n in zip(outstanding, serving, strict=True)]
         assert max(per_replica) - min(per_replica) <= longest
 
