@@ -229,8 +229,7 @@ class Pool:
     def _vacate(self, sequence: Sequence) -> None:
         assert sequence.replica_id is not None
         replica = self.replicas[sequence.replica_id]
-        if not replica.draining:
-            replica.note_prefix(sequence)
+        replica.note_prefix(sequence)
         del replica.residents[sequence.id]
         replica.give_room(sequence, 0)
         sequence.prefilled = 0
@@ -269,9 +268,7 @@ class Pool:
 
     def lose(self, replica: ReplicaRecord) -> None:
         """Forgets the replica and its batches; its live residents wait again. O(residents)."""
-        replica.draining = True
         self._clear_reservation(replica)
-        replica.pipeline.batches.clear()
         residents = list(replica.residents.values())
         for sequence in residents:
             if not sequence.live:

@@ -62,7 +62,9 @@ def test_what_was_sent_back_keeps_its_tokens_and_waits_until_all_that_it_needs_i
     assert len(row.tokens) == 4 + committed
     assert row.blocks == 7, "all of its 28 tokens are set aside"
     run(hand)
-    assert hand.finishes["c"].usage.recovered == 1, "it is sent back once, never twice"
+    usage = hand.finishes["c"].usage
+    assert usage.recovered == 1, "it is sent back once, never twice"
+    assert usage.replicas == ("r",), "one that it came back to is named once"
 
 
 @pytest.mark.parametrize(("new", "before"), [(20, "a"), (21, "b")])

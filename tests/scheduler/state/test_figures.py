@@ -36,6 +36,7 @@ def test_usage_and_figures_are_sums_of_what_replicas_report() -> None:
     before = hand.scheduler.snapshot().replicas[0].figures
     assert (before.prefill_tokens, before.reused_tokens) == (prefilled, reused)
     assert (before.step_batches, before.steps) == (0, 0)
+    assert (before.acceptance, before.spread_mean) == (0.0, 0.0), "though nothing can be divided"
     spread = row_steps = committed = batches = 0
     finishes = []
     while batch := next(iter(hand.in_flight()), None):
