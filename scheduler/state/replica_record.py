@@ -25,7 +25,7 @@ def computed(batch: Batch, result: StepResult) -> list[tuple[int, int]]:
     it was to fill where the replica had some already."""
     reused = {row.sequence_id: row.reused for row in result.rows}
     return [
-        (min(max(row.begin, reused.get(row.sequence_id, 0)), row.end), row.end)
+        (min(max(row.begin, reused.get(row.sequence_id, row.begin)), row.end), row.end)
         for row in batch.prefill
     ]
 
@@ -102,8 +102,8 @@ class Pipeline:
     batches: dict[int, InFlight] = field(default_factory=dict)
     """Batches in flight by id, in the order in which they were sent."""
     last_kind: BatchKind | None = None
-    last_quarantined: bool = False
-    """Whether the batch that was sent last is one of rows in quarantine."""
+    last_quarantined: bool | None = None
+    """Whether the batch that was sent last is one of rows in quarantine. None: none was sent."""
 
     def __len__(self) -> int:
         return len(self.batches)
@@ -111,7 +111,7 @@ class Pipeline:
     @property
     def quarantined(self) -> bool:
         """Whether a batch of rows in quarantine is in flight: nothing goes beside it."""
-        return self.last_quarantined and bool(self.batches)
+        return bool(self.batches and self.last_quarantined)
 
     def send(self, batch: Batch, rows: list[Sequence], now_s: float) -> None:
         sent_s = None if self.batches else now_s
@@ -165,9 +165,8 @@ class ReplicaRecord:
 
     def shared(self, sequence: Sequence) -> int:
         """Tokens of the sequence whose KV it has, probably."""
-        if not len(self.prefixes):
-            return 0
-        keys = sequence.block_keys(self.spec.block_size)
+        # Where it has no prefix no content is hashed.
+        keys = sequence.block_keys(self.spec.block_size) if len(self.prefixes) else ()
         return self.prefixes.shared(keys) * self.spec.block_size
 
     @property

@@ -14,6 +14,7 @@ from hypothesis import given, strategies as st
 from scheduler.messages import FailureRecord, Priority, Request
 from scheduler.state.sequence import Sequence
 from scheduler.state.waiting import WaitingQueue
+from tests.scheduler.hand import Hand
 
 AGE_S = 30.0
 
@@ -96,6 +97,14 @@ def test_of_what_a_tenant_was_served_while_none_waited_nothing_is_held_against_i
     queue.add(sequence(1, tenant="early"))
     queue.add(sequence(2, tenant="late"))
     assert list(queue) == ["1", "2"]
+
+
+def test_a_tenant_is_charged_as_soon_as_a_replica_takes_its_request() -> None:
+    hand = Hand(residents_max=1)
+    for name, tenant in (("x1", "x"), ("x2", "x"), ("y1", "y")):
+        hand.submit(name, tenant=tenant)
+    hand.join()
+    assert hand.waiting() == ["y1", "x2"]
 
 
 def test_one_whose_tenant_was_served_most_passes_a_higher_class_all_the_same() -> None:
