@@ -207,7 +207,7 @@ class Sequence:
         self.drafts += row.tried_at[0] if row.tried_at else 0
         both = zip_longest(self.accepted_at, row.accepted_at, fillvalue=0)
         self.accepted_at = [before + now for before, now in both]
-        if kept and self.record.rows_limit is not None:
+        if self.quarantined:
             # New tokens beyond where it broke something speak for it.
             self.record = self.record.at(self.length)
             if not self.quarantined:

@@ -37,6 +37,20 @@ def test_each_request_gets_its_own_tokens_whatever_the_order_of_rows() -> None:
     assert hand.tokens == {name: [ord(name[0])] for name in ("long", "short", "mid")}
 
 
+@pytest.mark.parametrize(
+    ("committed", "reason"),
+    [((5,) * 4, FinishReason.LENGTH), ((5, 5, 7), FinishReason.STOP), ((7, 5, 5), None)],
+)
+def test_a_request_that_comes_with_all_its_tokens_ends_at_once(
+    committed: tuple[int, ...], reason: FinishReason | None
+) -> None:
+    hand = Hand()
+    hand.join()
+    actions = hand.submit("a", max_new_tokens=4, committed=committed, stop_token_ids=(7,))
+    assert [finish.reason for finish in of_kind(actions, Finish)] == [reason] * bool(reason)
+    assert len(hand.in_flight()) == (reason is None)
+
+
 @pytest.mark.parametrize("in_prefill", [True, False])
 def test_a_row_in_flight_is_cancelled_at_once_and_released_after_its_batch(
     in_prefill: bool,

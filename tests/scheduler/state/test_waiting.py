@@ -99,6 +99,15 @@ def test_of_what_a_tenant_was_served_while_none_waited_nothing_is_held_against_i
     assert list(queue) == ["1", "2"]
 
 
+def test_it_is_listed_in_the_order_in_which_its_tenants_are_served() -> None:
+    """The tenant x is charged 100 tokens and then 70, y is charged 150."""
+    x = [sequence(number, tenant="x", tokens=tokens) for number, tokens in enumerate((100, 70, 9))]
+    y = [sequence(number, tenant="y", tokens=tokens) for number, tokens in ((3, 150), (4, 9))]
+    queue = queue_of(*x, *y)
+    assert list(queue) == ["0", "3", "1", "4", "2"]
+    assert [queued.id for queued in serve(queue, 5)] == ["0", "3", "1", "4", "2"]
+
+
 def test_a_tenant_is_charged_as_soon_as_a_replica_takes_its_request() -> None:
     hand = Hand(residents_max=1)
     for name, tenant in (("x1", "x"), ("x2", "x"), ("y1", "y")):
