@@ -58,11 +58,11 @@ class _PriorityClass:
 
     def charge(self, tenant: str, tokens: int) -> None:
         """The tenant is served; no other request of it may wait."""
-        before = self.served.get(tenant, self.time)
+        before = max(self.served.get(tenant, 0.0), self.time)
         # A request may be placed out of turn, because it fits where those before it do not: time
         # never passes the least served one that waits.
         least = min((self.served[name] for name in self.waiting), default=before)
-        self.time = max(self.time, min(before, least))
+        self.time = min(before, least)
         self.served[tenant] = before + tokens
         self._forget()
 
@@ -186,6 +186,8 @@ class WaitingQueue(Mapping[str, Sequence]):
         for queue in self._classes.values():
             assert all(due and due == sorted(due) for due in queue.waiting.values()), "due"
             assert queue.waiting.keys() <= queue.served.keys(), "tenants differ"
+            least = min((queue.served[name] for name in queue.waiting), default=queue.time)
+            assert queue.time <= least, "time has passed a tenant that waits"
 
 
 def _first(sequence: Sequence) -> tuple[bool, int, str]:

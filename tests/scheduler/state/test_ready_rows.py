@@ -9,6 +9,7 @@ from math import inf
 
 from scheduler.messages import Request
 from scheduler.state import ReadyRows, Sequence
+from tests.scheduler.hand import Hand
 
 
 def rows_of(ready: ReadyRows, *committed: int) -> list[Sequence]:
@@ -64,3 +65,13 @@ def test_a_row_is_behind_all_others_until_it_has_committed_a_token() -> None:
     assert ready.most_behind() == (inf, new)
     step(ready, new, of=2)
     assert ready.most_behind()[1] is not new
+
+
+def test_a_replica_counts_what_steps_so_a_long_row_is_not_left_behind_by_short_ones() -> None:
+    hand = Hand(draft_len=0, steps_per_batch_max=1, rows_max=2, batches_in_flight_max=1)
+    hand.join()
+    for name, length in (("a", 3), ("b", 3), ("long", 200)):
+        hand.submit(name, length=length)
+    hand.settle()
+    hand.work(60)
+    assert len(hand.tokens["long"]) > 20, "of 60 batches with two of the three rows"

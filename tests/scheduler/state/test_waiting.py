@@ -59,9 +59,9 @@ def test_without_classes_tenants_and_deadlines_it_is_first_come_first_served() -
 
 def test_a_higher_class_goes_first_until_the_lower_one_has_waited_long_enough() -> None:
     low = sequence(0, 0.0, Priority.LOW)
-    assert list(queue_of(low, sequence(1, 2 * AGE_S - 1, Priority.HIGH))) == ["1", "0"]
+    assert list(queue_of(low, sequence(1, 2 * AGE_S, Priority.HIGH))) == ["1", "0"]
     assert list(queue_of(low, sequence(1, 2 * AGE_S + 1, Priority.HIGH))) == ["0", "1"]
-    assert list(queue_of(low, sequence(1, AGE_S - 1, Priority.NORMAL))) == ["1", "0"]
+    assert list(queue_of(low, sequence(1, AGE_S, Priority.NORMAL))) == ["1", "0"]
     assert list(queue_of(low, sequence(1, AGE_S + 1, Priority.NORMAL))) == ["0", "1"]
 
 
@@ -77,18 +77,17 @@ def test_no_class_starves_under_a_flood_of_a_higher_one() -> None:
 
 
 def test_what_a_tenant_was_served_stays_known_while_hundreds_of_others_come_and_go() -> None:
-    queue = queue_of(sequence(0, tenant="patient"))
-    tenants = ["greedy", *(f"visitor {number}" for number in range(200))]
+    queue = queue_of(sequence(0, tenant="patient"), sequence(999, tenant="greedy"))
+    tenants = ["greedy", *[f"visitor {number}" for number in range(200)] * 2]
     for number, tenant in enumerate(tenants, 1):  # each placed out of turn: it fits, others do not
         placed = sequence(number, tenant=tenant, tokens=10_000 if tenant == "greedy" else 10)
         queue.add(placed)
         queue.remove(placed)
         queue.charge(placed)
-    queue.add(sequence(300, tenant="greedy"))
-    queue.add(sequence(301, tenant="visitor 7"))
-    queue.add(sequence(302, tenant="new"))
+    queue.add(sequence(501, tenant="visitor 7"))
+    queue.add(sequence(502, tenant="new"))
     queue.check_integrity()
-    assert list(queue) == ["0", "302", "301", "300"]
+    assert list(queue) == ["0", "502", "501", "999"]
 
 
 def test_of_what_a_tenant_was_served_while_none_waited_nothing_is_held_against_it() -> None:
@@ -106,6 +105,14 @@ def test_it_is_listed_in_the_order_in_which_its_tenants_are_served() -> None:
     queue = queue_of(*x, *y)
     assert list(queue) == ["0", "3", "1", "4", "2"]
     assert [queued.id for queued in serve(queue, 5)] == ["0", "3", "1", "4", "2"]
+
+
+def test_a_tenant_that_comes_begins_where_the_last_one_began_that_was_served() -> None:
+    """And not where those are that wait, which have been served more."""
+    queue = queue_of(*(sequence(number, tenant=tenant) for number, tenant in enumerate("xxy")))
+    assert [queued.id for queued in serve(queue, 2)] == ["0", "2"]
+    queue.add(sequence(3, tenant="new"))
+    assert list(queue) == ["3", "1"]
 
 
 def test_a_tenant_is_charged_as_soon_as_a_replica_takes_its_request() -> None:
