@@ -115,6 +115,17 @@ def test_a_tenant_that_comes_begins_where_the_last_one_began_that_was_served() -
     assert list(queue) == ["3", "1"]
 
 
+def test_one_that_comes_before_all_classes_is_charged_from_where_its_class_stands() -> None:
+    others = [sequence(number, tenant="y") for number in (1, 2, 3)]
+    queue = queue_of(sequence(0, tenant="x", tokens=10), *others)
+    assert [queued.id for queued in serve(queue, 3)] == ["0", "1", "2"]
+    queue.add(sequence(4, tenant="x", tokens=50), first=True)
+    assert [queued.id for queued in serve(queue, 1)] == ["4"]
+    queue.add(sequence(5, tenant="x"))
+    queue.add(sequence(6, tenant="new"))
+    assert list(queue) == ["6", "5", "3"]
+
+
 def test_a_tenant_is_charged_as_soon_as_a_replica_takes_its_request() -> None:
     hand = Hand(residents_max=1)
     for name, tenant in (("x1", "x"), ("x2", "x"), ("y1", "y")):
