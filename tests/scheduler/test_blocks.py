@@ -129,6 +129,7 @@ def test_a_sequence_is_counted_by_what_its_kinds_of_layers_keep() -> None:
     assert [spec.blocks_taken(blocks) for blocks in (0, 1, 4, 5, 40)] == [0, 6, 24, 25, 60]
     assert spec.length_max == 80 * 4, "80 blocks and 20 of windows"
     assert replace(spec, context_len=300).length_max == 300
+    assert replace(spec, prefix_sharing=True).texts_kept == 100 // 6
     assert ReplicaSpec(100, 4, 512, 1000).length_max == 400
 
 
