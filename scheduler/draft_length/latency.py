@@ -169,7 +169,7 @@ def _slope(sets: Iterable[list[_Cell]]) -> float:
         kv = sum([cell.kv for cell in cells]) / len(cells)
         seconds = sum([cell.seconds for cell in cells]) / len(cells)
         if seconds:  # nothing is learned from what takes no time
-            above += sum((cell.kv - kv) * (cell.seconds - seconds) for cell in cells) / seconds**2
+            above += sum((cell.kv - kv) * cell.seconds for cell in cells) / seconds**2
             below += sum((cell.kv - kv) ** 2 for cell in cells) / seconds**2
     return max(above / below, 0.0) if below else 0.0
 

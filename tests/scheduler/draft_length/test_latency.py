@@ -196,7 +196,7 @@ def test_what_a_kv_position_costs_is_found_where_it_alone_differs(
 
 def test_of_what_kv_positions_cost_an_error_counts_by_its_share_of_the_time() -> None:
     """Work that takes twice as long weighs a quarter. What takes no time tells nothing."""
-    short = ((8, 100, 1.0 - 0.01), (8, 300, 1.0 + 0.01))
+    short = ((8, 100, 1.0 - 0.01), (8, 200, 1.0), (8, 300, 1.0 + 0.01))
     long = ((64, 100, 2.0 - 0.06), (64, 300, 2.0 + 0.06))
     nothing = ((4, 100, 0.0), (4, 300, 0.0))
     assert seen(*short).kv_s == pytest.approx(1e-4)
@@ -234,7 +234,9 @@ def test_of_buckets_with_the_same_tokens_none_weighs_more_because_it_is_seen_alw
     assert base_s(3) == pytest.approx((1.0 + 3 * 3.0) / 4)
 
 
-def test_what_is_seen_again_and_again_is_interpolated_anew_in_time() -> None:
+def test_what_is_seen_again_and_again_is_interpolated_anew_now_and_then() -> None:
+    """For each time it would cost more than it tells."""
+    assert seen(*[(8, 0, 1.0)] * 2, *[(8, 0, 1.1)] * (FIT_EVERY - 1))(8, 0) == 1.0
     found = seen(*[(8, 0, 1.0)] * 2, *[(8, 0, 1.1)] * FIT_EVERY)
     assert found(8, 0) == found.usual_s(8, 0)
     assert found(8, 0) > 1.05
