@@ -312,5 +312,5 @@ def row_draft_len(sequence: Sequence, draft_len: int) -> int:
     own = sequence.request.draft_len
     if own is not None:
         draft_len = min(own, draft_len)
-    most = sequence.length_max - sequence.length - 1
-    return draft_len if draft_len < most else most
+    left = sequence.length_max - sequence.length
+    return draft_len if draft_len < left else left - 1
