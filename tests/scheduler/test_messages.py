@@ -67,6 +67,9 @@ def test_a_request_that_says_no_more_is_greedy_over_all_tokens_and_can_be_served
     request = Request("a", (1, 2, 3), 8)
     check_request(request, SchedulerConfig(), SPEC)
     assert request.sampling == Sampling(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
+    assert (request.length_max, request.length_expected) == (11, 11)
+    assert replace(request, expected_new_tokens=0).length_expected == 3
+    assert replace(request, expected_new_tokens=5).length_expected == 8
     submit = Submit(request)
     assert not submit.admitted_before
     assert not submit.validated
@@ -77,6 +80,8 @@ def test_a_batch_is_one_step_without_drafts_and_a_prefill_row_is_filled_but_for_
     row = PrefillRow("a", (1, 2, 3), 8, Sampling(), (), blocks=3)
     batch = Batch(1, "r", BatchKind.PREFILL, prefill=(row,))
     assert (row.begin, row.end, batch.prefill_tokens) == (0, 2, 2)
+    later = replace(batch, prefill=(row, replace(row, begin=4, until=9)))
+    assert later.prefill_tokens == 2 + 5
     assert (batch.steps, batch.draft_len, batch.row_ids) == (1, 0, ["a"])
 
 

@@ -298,6 +298,11 @@ def test_the_factor_of_speed_comes_to_seconds_now_over_usual_seconds(
         table.observe_prefill(64, 0, factor * 0.1)
     assert abs(table.slowdown - factor) < abs(steps - factor), "prefills show it, too"
     assert table.prefill_s(64, 0) == pytest.approx(factor * 0.1, rel=0.1)
+    table.observe_prefill(512, 0, 0.7)
+    assert table.prefill_s(512, 0) == pytest.approx(0.7), "a new size, at today's speed"
+    see(table, 16, 3, 4000, factor)
+    new_s = factor * (line(64, 4000) + 3 * DRAFT_S)
+    assert table.step_s(16, 3, 4000) == pytest.approx(new_s), "new rows, too"
     assert table.step_s(8, draft_len, 2000) == pytest.approx(
         factor * (line(8 * (draft_len + 1), 2000) + draft_len * DRAFT_S), rel=0.1
     )
