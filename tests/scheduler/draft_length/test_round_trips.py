@@ -91,9 +91,8 @@ def test_of_a_round_trip_each_step_of_a_batch_has_its_share_and_a_single_step_al
     policy.observe(*pair.answer(rows, StepPlan([0] * 8, 1)), [], 20e-3)
     policy.plan("r", rows, 8)
     assert policy.estimates("r").draft_len == 5
-    while policy.plan("r", rows, 8).steps == 1:
-        pass  # probes
-    policy.plan("r", rows, 8)
+    for _ in range(20):
+        policy.observe(*pair.answer(rows, policy.plan("r", rows, 8)), [], 20e-3)
     assert policy.estimates("r").draft_len == 3
 
 
