@@ -81,6 +81,16 @@ def test_what_was_sent_back_comes_again_as_soon_as_all_can_grow_to_their_limits(
     assert "b" not in hand.finishes
 
 
+def test_what_was_sent_back_goes_at_once_to_another_replica_that_has_room() -> None:
+    hand = tight()
+    for name in "abc":
+        hand.submit(name, length=4, max_new_tokens=24)
+    hand.settle()
+    hand.join("s", kv_blocks=12)
+    assert preempted(hand) == ["c"]
+    assert [rows_of(batch) for batch in hand.in_flight("s")] == [["c"]]
+
+
 def test_a_full_replica_does_not_prefill_and_send_back_for_every_step() -> None:
     hand = tight()
     for index in range(8):

@@ -113,6 +113,16 @@ def test_a_replica_that_drains_ends_its_batch_of_several_steps() -> None:
     assert interrupts(stepping(1).drain()) == []
 
 
+def test_a_batch_of_several_steps_ends_early_where_a_row_in_quarantine_waits_for_it() -> None:
+    hand = stepping(4)
+    hand.join("s")
+    hand.submit("c")
+    (batch,) = hand.in_flight("r")
+    assert interrupts(hand.lose("s")) == [batch.id]
+    hand.done(batch)
+    assert [rows_of(batch) for batch in hand.in_flight("r")] == [["c"]]
+
+
 def test_a_batch_has_the_steps_that_its_own_round_trip_asks_for() -> None:
     """The time beside its run, where nothing else was in flight: 0.7 ms at 10 ms a step."""
     hand = Hand(draft_len=0, steps_per_batch_max=8)

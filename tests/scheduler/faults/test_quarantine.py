@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
+from scheduler.faults.quarantine import KILLS_MAX_FACTOR
 from scheduler.messages import Batch, BatchKind, FailureRecord, FinishReason, Request, Submit
 from tests.scheduler.hand import Hand, rows_of
 
@@ -100,7 +101,7 @@ def test_rows_in_quarantine_and_those_between_them_take_single_steps() -> None:
 
 def test_of_a_replica_that_dies_all_rows_run_in_batches_of_the_root_of_their_number() -> None:
     """After a second death alone."""
-    hand = Hand(rows_max=16, draft_len=0, steps_per_batch_max=1)
+    hand = Hand(rows_max=16, draft_len=0, steps_per_batch_max=1, failures_max=4)
     hand.join("r0")
     for index in range(9):
         hand.submit(f"q{index}", length=4)
@@ -124,7 +125,7 @@ def test_of_a_replica_that_dies_all_rows_run_in_batches_of_the_root_of_their_num
     assert len(rows_of(batch)) == 1
     hand.lose("r2")
     (name,) = rows_of(batch)
-    assert hand.records[name].kills == 1 or hand.finishes[name].reason is FinishReason.FAILED
+    assert hand.records[name].kills == 1, "the first death with nothing beside it"
 
 
 def test_rows_in_quarantine_are_filled_within_the_tokens_of_a_prefill_batch() -> None:
@@ -302,6 +303,18 @@ def test_a_row_that_kills_again_and_again_fails_even_if_it_commits_between() -> 
     assert hand.finishes["a"].reason is FinishReason.FAILED
     assert set(hand.finishes) == {"a"}, "the others live"
     assert deaths <= 12
+
+
+def test_a_row_that_kills_alone_again_and_again_fails_though_it_goes_on_between() -> None:
+    hand, deaths = crowd(1, failures_max=2), 0
+    while "q0" not in hand.finishes:
+        hand.lose(f"r{deaths}" if deaths else "r")
+        deaths += 1
+        hand.join(f"r{deaths}")
+        for batch in hand.settle(f"r{deaths}"):
+            hand.done(batch)
+    assert hand.finishes["q0"].reason is FinishReason.FAILED
+    assert deaths == KILLS_MAX_FACTOR * 2
 
 
 def test_a_broken_replica_costs_no_request_while_another_is_sound() -> None:
