@@ -153,8 +153,6 @@ class Scheduler:
         self.pool.drain(replica)
         self._dispatcher.interrupt(replica, self._out)
         self._hand_back(replica)
-        # A sequence that had reserved this replica may fit elsewhere.
-        self._dispatcher.offer_to_all()
 
     def _replica_lost(self, event: ReplicaLost, now_s: float) -> None:
         replica = self.pool.replicas.get(event.replica_id)
@@ -189,8 +187,7 @@ class Scheduler:
         self._policy.observe(batch, result, answers, round_trip_s)
         if batch.kind is BatchKind.SPECULATE:
             committed = self._commit(answers)
-            if committed:
-                self.pool.rate.add(committed, now_s)
+            self.pool.rate.add(committed, now_s)
         else:
             begins = {row.sequence_id: row.begin for row in batch.prefill}
             for sequence, row in answers:
@@ -302,7 +299,8 @@ class Scheduler:
         self._dispatcher.offer_to_all()
 
     def _hand_back(self, replica: ReplicaRecord) -> None:
-        """A draining replica's rows wait again, but for those that batches hold."""
+        """A draining replica's rows wait again, but for those that batches hold. A sequence that
+        had reserved it may fit elsewhere."""
         rows = [*replica.partial.values(), *replica.ready, *replica.quarantined.values()]
         self._send_back(replica, rows)
 
@@ -313,8 +311,7 @@ class Scheduler:
             return
         chunk = self._dispatcher.chunk(target)
         rows = rows_to_move(replica, target, self.config, chunk)
-        if rows:
-            self.pool.moved += len(rows)
-            self._send_back(replica, rows)
-            # The lighter one takes them before this one could take them back.
-            self._dispatcher.touch_first(target.id)
+        self.pool.moved += len(rows)
+        self._send_back(replica, rows)
+        # The lighter one takes them before this one could take them back.
+        self._dispatcher.touch_first(target.id)
