@@ -181,12 +181,12 @@ class Scheduler:
             return
         replica, flight = found
         batch, sent_s = flight.batch, flight.sent_s
-        committed = 0
         answers = answers_of(self._rows_back(replica, flight), result)
         round_trip_s = None if sent_s is None else now_s - sent_s - result.times.total_s
         self._policy.observe(batch, result, answers, round_trip_s)
         if batch.kind is BatchKind.SPECULATE:
             committed = self._commit(answers)
+            replica.figures.committed_tokens += committed
             self.pool.rate.add(committed, now_s)
         else:
             begins = {row.sequence_id: row.begin for row in batch.prefill}
@@ -196,7 +196,7 @@ class Scheduler:
                     self._out.append(Emit(sequence.id, begins[sequence.id], (), row.extras))
                 if row.failure is not None:
                     self._finish(sequence, FinishReason.FAILED, *astuple(row.failure))
-        replica.figures.note(batch, result, committed)
+        replica.figures.note(batch, result)
         replica.raise_rows_cap(batch)
         if replica.draining:
             self._hand_back(replica)

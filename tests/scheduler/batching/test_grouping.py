@@ -77,6 +77,17 @@ def test_a_row_that_is_behind_anchors_the_next_window(wait_rounds: int, batches:
     assert names(take(rows, 2, 2, wait_rounds)) == ["3", "0"], "its nearest neighbour comes along"
 
 
+def test_where_others_are_due_those_nearest_to_the_oldest_fill_what_is_left() -> None:
+    """Of its window, the three of 45 to 52, the one of 52."""
+    rows = ready_rows([50, 200, 10, 10, 10])
+    for _ in range(2):
+        for row in take(rows, 3, 2, wait_rounds=2):
+            rows.add(row)
+    for index, length in enumerate((45, 52, 60)):
+        rows.add(Sequence(Request(f"near{length}", (1,) * length, 9), 9 + index, committed=[1]))
+    assert names(take(rows, 3, 2, wait_rounds=2)) == ["0", "near52", "1"]
+
+
 def test_with_one_round_rows_go_in_order_of_arrival() -> None:
     rows = ready_rows([90, 10, 50, 11, 51, 91])
     taken = [sorted(names(take(rows, 2, 3, wait_rounds=1))) for _ in range(3)]

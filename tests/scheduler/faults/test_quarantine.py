@@ -60,14 +60,15 @@ def test_a_row_that_breaks_every_batch_fails_alone() -> None:
     assert all(finish.reason is FinishReason.LENGTH for finish in others)
 
 
-@pytest.mark.parametrize("count", [2, 5, 8])
+@pytest.mark.parametrize("count", [1, 2, 5, 8])
 def test_rows_of_a_failed_batch_run_in_batches_of_half_as_many_wherever_they_go(count: int) -> None:
-    """Also on a replica that no batch has failed on, and in another pool."""
+    """Also on a replica that no batch has failed on, and in another pool. One by itself runs by
+    itself."""
     hand = crowd(count)
     hand.fail(hand.in_flight()[0])
     hand.join("s")
     hand.drain("r")
-    half = count // 2
+    half = max(count // 2, 1)
     assert {hand.records[f"q{index}"].rows_limit for index in range(count)} == {half}
     for _ in range(60):
         for batch in hand.in_flight("s"):
@@ -103,23 +104,23 @@ def test_of_a_replica_that_dies_all_rows_run_in_batches_of_the_root_of_their_num
     """After a second death alone."""
     hand = Hand(rows_max=16, draft_len=0, steps_per_batch_max=1, failures_max=4)
     hand.join("r0")
-    for index in range(9):
+    for index in range(16):
         hand.submit(f"q{index}", length=4)
-    while [len(batch.rows) for batch in hand.settle("r0")] != [9]:
+    while [len(batch.rows) for batch in hand.settle("r0")] != [16]:
         hand.work(1, "r0")
     hand.lose("r0")
-    assert {record.rows_limit for record in hand.records.values()} == {3}
+    assert {record.rows_limit for record in hand.records.values()} == {4}
     assert {
         (sequence.record.failures, sequence.record.deaths) for sequence in hand.sequences()
     } == {(1, 1)}
     hand.join("r1")
     (batch,) = hand.in_flight("r1")
-    assert len(rows_of(batch)) == 3
+    assert len(rows_of(batch)) == 4
     hand.lose("r1")
     again = [hand.records[name] for name in rows_of(batch)]
     assert [(sequence.rows_limit, sequence.deaths, sequence.kills) for sequence in again] == [
         (1, 2, 0)
-    ] * 3
+    ] * 4
     hand.join("r2")
     (batch,) = hand.in_flight("r2")
     assert len(rows_of(batch)) == 1
@@ -128,20 +129,50 @@ def test_of_a_replica_that_dies_all_rows_run_in_batches_of_the_root_of_their_num
     assert hand.records[name].kills == 1, "the first death with nothing beside it"
 
 
-def test_rows_in_quarantine_are_filled_within_the_tokens_of_a_prefill_batch() -> None:
-    """Three may come, but two fill it."""
-    hand = Hand(rows_max=16, draft_len=0, steps_per_batch_max=1, prefill_tokens_max=20)
-    hand.join("r0")
-    for index in range(9):
-        hand.submit(f"q{index}", length=8)
-    while [len(batch.rows) for batch in hand.settle("r0")] != [9]:
-        hand.work(1, "r0")
-    hand.lose("r0")
-    hand.join("r1")
-    (batch,) = hand.in_flight("r1")
-    assert {hand.records[name].rows_limit for name in rows_of(batch)} == {3}
-    assert len(rows_of(batch)) == 2
-    assert sum(row.until for row in batch.prefill) <= 20
+@pytest.mark.parametrize(("less", "rows"), [(0, 3), (1, 2)])
+def test_rows_in_quarantine_are_filled_within_the_tokens_of_a_prefill_batch(
+    less: int, rows: int
+) -> None:
+    """Three may come: if their tokens just fill it, and not with one token more."""
+    hand = crowd(9)
+    hand.lose()
+    names = [f"q{index}" for index in range(9)]
+    tokens = sum(3 + len(hand.tokens.get(name, ())) - 1 for name in names[:3])
+    after = Hand(prefill_tokens_max=tokens - less)
+    move(hand, after, dict.fromkeys(names, 100))
+    after.join()
+    (batch,) = after.in_flight()
+    assert {after.records[name].rows_limit for name in rows_of(batch)} == {3}
+    assert rows_of(batch) == names[:rows]
+
+
+def test_rows_in_quarantine_go_in_the_order_of_their_arrival_where_they_fit() -> None:
+    """None passes one before it that has no room yet; one that the replica never has room for
+    stays behind."""
+    hand = Hand(rows_max=16, draft_len=0, steps_per_batch_max=1)
+    hand.join("r", kv_blocks=200)
+    asked = {"large": 200, "a": 20, "b": 60, "c": 4}
+    for name, new in (*asked.items(), *((f"q{index}", 4) for index in range(12))):
+        hand.submit(name, length=4, max_new_tokens=new)
+    while [len(batch.rows) for batch in hand.settle("r")] != [16]:
+        hand.work(1, "r")
+    hand.lose("r")
+    assert hand.waiting()[:4] == ["large", "a", "b", "c"]
+    hand.join("s", kv_blocks=20)
+    (batch,) = hand.in_flight("s")
+    assert rows_of(batch) == ["a"], "b takes 16 blocks of the 14 that are left"
+    hand.join("t", kv_blocks=100)
+    assert [rows_of(batch)[0] for batch in hand.in_flight("t")] == ["large"]
+
+
+def test_the_first_row_in_quarantine_reserves_a_replica_that_others_run_on() -> None:
+    hand = crowd(4)
+    hand.join("s")
+    hand.submit("a")
+    hand.submit("b")
+    hand.lose("s")
+    assert hand.waiting() == ["a", "b"]
+    assert hand.replica().reserved_for == "a"
 
 
 def test_no_row_waits_long_for_a_prefill_that_failed_once() -> None:
@@ -192,6 +223,54 @@ def test_other_rows_step_between_any_two_batches_of_rows_in_quarantine() -> None
         assert alone[-2:] != [True, True]
         hand.work()
     assert 4 <= sum(alone) < len(alone) <= 60, "they come in, in turns with the others"
+
+
+def test_a_prompt_is_filled_beside_the_first_step_after_the_last_row_in_quarantine() -> None:
+    hand = crowd(2)
+    hand.fail(hand.in_flight()[0])
+    hand.submit("new", length=8)
+    while any(sequence.quarantined for sequence in hand.sequences()):
+        assert len(hand.in_flight()) == 1
+        hand.work()
+    step, prefill = hand.in_flight()
+    assert (step.kind, rows_of(prefill)) == (BatchKind.SPECULATE, ["new"])
+
+
+def test_a_row_in_quarantine_that_has_no_room_yet_stops_no_batch_of_the_others() -> None:
+    """Two of them are in flight, as ever."""
+    hand = Hand(rows_max=2, draft_len=0, steps_per_batch_max=1)
+    hand.join(kv_blocks=28)
+    for name in "abcd":
+        hand.submit(name, length=4, max_new_tokens=20)
+    hand.work(4)
+    hand.join("s")
+    hand.submit("large", length=4, max_new_tokens=60)
+    hand.lose("s")
+    assert hand.sequences()[-1].quarantined
+    hand.work(4)
+    assert hand.replica().reserved_for == "large"
+    assert len(hand.in_flight()) == 2
+
+
+@pytest.mark.parametrize(("steps", "draft_len", "lost"), [(1, 1, 0), (4, 0, 4), (4, 1, 8)])
+def test_of_a_row_whose_replica_dies_the_first_token_beyond_those_in_flight_clears_it(
+    steps: int, draft_len: int, lost: int
+) -> None:
+    """The tokens of a batch of several steps have died with it, each with its draft."""
+    hand = Hand(draft_len=draft_len, steps_per_batch_max=steps)
+    hand.join()
+    hand.submit("a", max_new_tokens=400)
+    hand.settle()
+    hand.work(2)
+    (batch,) = hand.in_flight()
+    assert (batch.steps, batch.draft_len) == (steps, draft_len)
+    hand.lose()
+    hand.join("s")
+    tokens = 0
+    while hand.sequences()[0].quarantined:
+        hand.done(hand.settle("s")[0])
+        tokens += 1
+    assert tokens == lost + 1
 
 
 @pytest.mark.parametrize(("context_len", "goes"), [(512, "s"), (50, "r")])
