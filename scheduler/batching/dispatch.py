@@ -146,7 +146,7 @@ class Dispatcher:
             return False
         rows_max, joining = replica.rows_max(self._config.rows_max), replica.joining
         rows_max, gap = self._turn(replica) or rows_max, self._policy.short_gap(replica.id)
-        if not may_step(ready, replica.stepping, joining, len(pipeline), rows_max, short_gap=gap):
+        if not may_step(ready, replica.stepping, joining, rows_max, short_gap=gap):
             return False
         rows = self._next_rows(replica)
         # Rows that wait would wait longer; where there are none, round trips are saved. A client's

@@ -195,8 +195,9 @@ def lightest(replica: ReplicaRecord, pool: Pool) -> ReplicaRecord | None:
     # So many fewer are a batch less in each round.
     if target is None or replica.load - target.load <= rows_max:
         return None
-    if target.partial or target.quarantined or target.pipeline.quarantined:
+    if target.quarantined or target.pipeline.quarantined:
         return None
+    # Rows step first, also where one is filled in part.
     if target.ready and target.pipeline.last_kind is BatchKind.PREFILL:
         return None
     return target

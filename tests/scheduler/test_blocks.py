@@ -10,7 +10,7 @@ from itertools import pairwise
 
 import pytest
 
-from scheduler.messages import BatchKind, FinishReason, Priority, ReplicaSpec
+from scheduler.messages import BatchKind, Priority, ReplicaSpec
 from tests.scheduler.hand import Hand, released, rows_of
 
 
@@ -123,19 +123,6 @@ def test_none_is_sent_back_while_a_batch_is_in_flight_that_may_free_blocks() -> 
     while hand.used() < 6 or len(hand.in_flight()) == 2:
         hand.work()
     assert hand.scheduler.snapshot().preempted == 0
-
-
-@pytest.mark.parametrize("after", range(8))
-def test_blocks_may_run_out_for_rows_in_quarantine_too(after: int) -> None:
-    hand = tight()
-    for name in "abc":
-        hand.submit(name, length=4, max_new_tokens=24)
-    hand.settle()
-    hand.work(after)
-    hand.fail(hand.in_flight()[0])
-    run(hand)
-    assert {end.reason for end in hand.finishes.values()} == {FinishReason.LENGTH}
-    assert len(hand.finishes) == 3
 
 
 def test_a_full_replica_does_not_prefill_and_send_back_for_every_step() -> None:

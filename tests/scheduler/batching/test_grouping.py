@@ -171,25 +171,26 @@ def test_no_row_waits_beyond_the_bound(
 
 
 @pytest.mark.parametrize(
-    ("ready", "stepping", "joining", "batches", "expected"),
+    ("ready", "stepping", "joining", "expected"),
     [
-        (1, 0, 0, 0, True),  # a replica without any batch never waits
-        (4, 4, 0, 1, False),  # a fragment waits: all 8 belong in one batch
-        (7, 1, 0, 1, False),
-        (8, 8, 0, 1, True),  # two full batches alternate
-        (9, 8, 0, 1, True),
-        (4, 8, 0, 1, True),  # 12 rows take turns, 8 and 4
-        (3, 8, 0, 1, False),
-        (7, 0, 1, 1, True),  # behind a prefill: most of the batch is there
-        (1, 0, 6, 1, False),  # most of the batch is being filled
-        (4, 0, 40, 1, True),
+        (1, 0, 0, True),  # a replica without any batch never waits
+        (4, 4, 0, False),  # a fragment waits: all 8 belong in one batch
+        (7, 1, 0, False),
+        (8, 8, 0, True),  # two full batches alternate
+        (9, 8, 0, True),
+        (4, 8, 0, True),  # 12 rows take turns, 8 and 4
+        (3, 8, 0, False),
+        (7, 0, 1, True),  # behind a prefill: most of the batch is there
+        (3, 0, 5, False),  # most of the batch is being filled
+        (3, 0, 3, True),
+        (4, 0, 40, True),
     ],
 )
 def test_a_second_batch_is_worth_its_place_or_waits(
-    ready: int, stepping: int, joining: int, batches: int, expected: bool
+    ready: int, stepping: int, joining: int, expected: bool
 ) -> None:
     for short_gap in (False, True):
         # Where the gap behind a prefill is short, rows wait for those that it fills.
-        waits = short_gap and joining > 0 and batches > 0 and not stepping
-        asked = (ready, stepping, joining, batches)
+        waits = short_gap and joining > 0 and not stepping
+        asked = (ready, stepping, joining)
         assert may_step(*asked, rows_max=8, short_gap=short_gap) is (expected and not waits)

@@ -142,3 +142,4 @@ def test_rows_move_only_to_a_replica_that_is_over_a_batch_lighter_and_only_to_sa
     assert target is (hand.replica("s") if worth else None)
     hand.submit("long", length=9, max_new_tokens=490)
     assert lightest(hand.replica("s"), pool) is None, "the other one is heavier"
+    assert lightest(source, pool) is (hand.replica("s") if source.load - 1 > 4 else None)
