@@ -101,7 +101,7 @@ class ReplicaLost:
     """All its residents wait again, with the tokens that they have committed."""
 
     replica_id: str
-    by_batch: bool = True
+    by_batch: bool
     """Whether a batch in flight may have killed it; not so when it has left by itself."""
 
 

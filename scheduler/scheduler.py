@@ -153,8 +153,6 @@ class Scheduler:
         self.pool.drain(replica)
         self._dispatcher.interrupt(replica, self._out)
         self._hand_back(replica)
-        # A sequence that had reserved this replica may fit elsewhere.
-        self._dispatcher.offer_to_all()
 
     def _replica_lost(self, event: ReplicaLost, now_s: float) -> None:
         replica = self.pool.replicas.get(event.replica_id)
@@ -183,14 +181,13 @@ class Scheduler:
             return
         replica, flight = found
         batch, sent_s = flight.batch, flight.sent_s
-        committed = 0
         answers = answers_of(self._rows_back(replica, flight), result)
         round_trip_s = None if sent_s is None else now_s - sent_s - result.times.total_s
         self._policy.observe(batch, result, answers, round_trip_s)
         if batch.kind is BatchKind.SPECULATE:
             committed = self._commit(answers)
-            if committed:
-                self.pool.rate.add(committed, now_s)
+            replica.figures.committed_tokens += committed
+            self.pool.rate.add(committed, now_s)
         else:
             begins = {row.sequence_id: row.begin for row in batch.prefill}
             for sequence, row in answers:
@@ -199,7 +196,7 @@ class Scheduler:
                     self._out.append(Emit(sequence.id, begins[sequence.id], (), row.extras))
                 if row.failure is not None:
                     self._finish(sequence, FinishReason.FAILED, *astuple(row.failure))
-        replica.figures.note(batch, result, committed)
+        replica.figures.note(batch, result)
         replica.raise_rows_cap(batch)
         if replica.draining:
             self._hand_back(replica)
@@ -302,7 +299,8 @@ class Scheduler:
         self._dispatcher.offer_to_all()
 
     def _hand_back(self, replica: ReplicaRecord) -> None:
-        """A draining replica's rows wait again, but for those that batches hold."""
+        """A draining replica's rows wait again, but for those that batches hold. A sequence that
+        had reserved it may fit elsewhere."""
         rows = [*replica.partial.values(), *replica.ready, *replica.quarantined.values()]
         self._send_back(replica, rows)
 
@@ -313,8 +311,7 @@ class Scheduler:
             return
         chunk = self._dispatcher.chunk(target)
         rows = rows_to_move(replica, target, self.config, chunk)
-        if rows:
-            self.pool.moved += len(rows)
-            self._send_back(replica, rows)
-            # The lighter one takes them before this one could take them back.
-            self._dispatcher.touch_first(target.id)
+        self.pool.moved += len(rows)
+        self._send_back(replica, rows)
+        # The lighter one takes them before this one could take them back.
+        self._dispatcher.touch_first(target.id)

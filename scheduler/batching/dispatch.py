@@ -8,9 +8,8 @@
 | 4 | other rows are ready, nothing is in flight; the last batch was one of rows in quarantine | the others take one step |
 | 5 | a sequence that waits does not fit, or is in quarantine and cannot go yet | it reserves the replica |
 | 6 | prompts can be filled; the last batch was no prefill, or no row is ready | a chunk of prompts |
-| 7 | prompts can be filled, but rows step first | a batch of several steps that is in flight is interrupted; then as rule 8 says |
-| 8 | ready rows are worth a batch | they step; several times if no other row waits |
-| 9 | else | nothing |
+| 7 | ready rows are worth a batch | they step; several times if no other row waits |
+| 8 | else | nothing |
 
 So between two batches of rows in quarantine the others take a step, which shows whether the replica
 works; and prefills take turns with steps, so that neither waits for long.
@@ -128,7 +127,7 @@ class Dispatcher:
             return False
         if replica.quarantined and not (pipeline.last_quarantined and ready):
             return self._step(replica, self._rows_in_quarantine(replica), 1)
-        if ready and pipeline.last_quarantined and not pipeline.batches:
+        if ready and pipeline.last_quarantined:
             return self._step(replica, self._next_rows(replica), 1)
         prompts_wait = False
         # Nearly always a full replica has nothing to fill, and then nothing of it is worked out.
@@ -143,14 +142,11 @@ class Dispatcher:
             if prompts_wait and not (ready and pipeline.last_kind is BatchKind.PREFILL):
                 self._prefill(replica, placement, tokens)
                 return True
-        if prompts_wait:
-            # They wait for what is in flight, and no longer than for one step of it.
-            self.interrupt(replica, self._out)
         if not ready:
             return False
         rows_max, joining = replica.rows_max(self._config.rows_max), replica.joining
         rows_max, gap = self._turn(replica) or rows_max, self._policy.short_gap(replica.id)
-        if not may_step(ready, replica.stepping, joining, len(pipeline), rows_max, short_gap=gap):
+        if not may_step(ready, replica.stepping, joining, rows_max, short_gap=gap):
             return False
         rows = self._next_rows(replica)
         # Rows that wait would wait longer; where there are none, round trips are saved. A client's
@@ -172,21 +168,19 @@ class Dispatcher:
 
     def _drop_vain_reservation(self, replica: ReplicaRecord) -> None:
         """A sequence that reserved the only replica may have failed on it. If there is another now,
-        it goes there."""
+        it goes there once that one has room."""
         if replica.reserved_for is None:
             return
         sequence = self._pool.waiting[replica.reserved_for]
         if excluded(replica, sequence, self._pool):
             self._pool.drop_reservation(sequence)
-            self._offer_to_all = True
 
     def _prefill(self, replica: ReplicaRecord, placement: Placement, tokens: int) -> None:
         """Chunks of the chosen rows and of those that were begun."""
         given = placement.chunks
-        if not (given and given[0][0].quarantined):
+        if placement.tokens_left is not None:
             places = self._config.prefill_rows_max - len(given) - 1
-            begun = chunks_of_begun(replica, places, tokens, placement.tokens_left)
-            given = given + begun
+            given = given + chunks_of_begun(replica, places, tokens, placement.tokens_left)
         for sequence, _, _ in placement.chunks:
             if sequence.reservation is not None:
                 self.touch(sequence.reservation)
@@ -222,9 +216,8 @@ class Dispatcher:
         for sequence in replica.quarantined.values():
             assert sequence.record.rows_limit is not None
             limit = min(limit, sequence.record.rows_limit)
-            if len(rows) >= limit:
-                break
-            rows.append(sequence)
+            if len(rows) < limit:
+                rows.append(sequence)
         return sorted(rows, key=lambda row: row.length)
 
     def _step(self, replica: ReplicaRecord, rows: list[Sequence], steps_most: int) -> bool:

@@ -87,14 +87,7 @@ def _tightest(rising: list[Sequence], row: Sequence, size: int) -> list[Sequence
     return rising[begin : begin + size]
 
 
-def may_step(
-    ready: int,
-    stepping: int,
-    joining: int,
-    batches_in_flight: int,
-    rows_max: int,
-    short_gap: bool,
-) -> bool:
+def may_step(ready: int, stepping: int, joining: int, rows_max: int, short_gap: bool) -> bool:
     """Whether a batch of steps is worth dispatching now, or should wait for rows in flight. Needs a
     ready row.
 
@@ -104,8 +97,6 @@ def may_step(
     that it will be part of is enough: the rows being filled join one step later, and the replica
     has no gap. With a short gap (`DraftPolicy.short_gap`) the others wait, and all step together.
     """
-    if batches_in_flight == 0:
-        return True
     if stepping:
         return ready >= rows_max or (stepping >= rows_max and 2 * ready >= rows_max)
     if joining and short_gap:

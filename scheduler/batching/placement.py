@@ -58,8 +58,8 @@ class Placement:
     """What a replica takes next; nothing has been changed yet."""
 
     chunks: list[Chunk] = field(default_factory=list)
-    tokens_left: int = 0
-    """What these leave of the batch for rows that were begun."""
+    tokens_left: int | None = None
+    """What these leave of the batch for rows that were begun; None if those stay out."""
     reserve: Sequence | None = None
     """A sequence that reserves this replica now."""
 
@@ -95,7 +95,8 @@ def best_replica(sequence: Sequence, pool: Pool) -> ReplicaRecord | None:
 
 
 def next_placement(replica: ReplicaRecord, pool: Pool, tokens: int) -> Placement:
-    """What this replica takes for a prefill batch of so many tokens, rows in quarantine first."""
+    """What this replica takes for a prefill batch of so many tokens, rows in quarantine first. It
+    takes more, or has rows that were begun."""
     placement = _next_quarantined(replica, pool)
     if placement.chunks or placement.reserve is not None:
         return placement
@@ -109,9 +110,7 @@ def _next_quarantined(replica: ReplicaRecord, pool: Pool) -> Placement:
     rows_most = min(config.prefill_rows_max, config.residents_max - replica.load)
     tokens = 0
     for sequence in pool.waiting.quarantined():
-        if replica.draining or not replica.could_hold(sequence):
-            continue
-        if excluded(replica, sequence, pool):
+        if not replica.could_hold(sequence) or excluded(replica, sequence, pool):
             continue
         assert sequence.record.rows_limit is not None
         rows_most = min(rows_most, sequence.record.rows_limit)
@@ -135,15 +134,13 @@ def _next_rows(replica: ReplicaRecord, pool: Pool, tokens: int) -> Placement:
     """
     config = pool.config
     left = tokens - first_half(replica, tokens)
-    placement = Placement(tokens_left=left)
+    placement = Placement()
     chunks = placement.chunks
     rows_most = min(
         # One place is for a row that was begun, if there is more than one.
         max(config.prefill_rows_max - bool(replica.partial), 1),
         config.residents_max - replica.load,
     )
-    if replica.draining:
-        return placement
     # Asked once: the load of other replicas does not change while this one chooses.
     others = [pool.replicas[id] for _, id in pool.open[:CANDIDATES_MAX] if id != replica.id]
     reserved_for = replica.reserved_for
@@ -198,10 +195,9 @@ def lightest(replica: ReplicaRecord, pool: Pool) -> ReplicaRecord | None:
     # So many fewer are a batch less in each round.
     if target is None or replica.load - target.load <= rows_max:
         return None
-    if target.reserved_for is not None or target.partial:
-        return None
     if target.quarantined or target.pipeline.quarantined:
         return None
+    # Rows step first, also where one is filled in part.
     if target.ready and target.pipeline.last_kind is BatchKind.PREFILL:
         return None
     return target

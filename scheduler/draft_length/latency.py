@@ -74,8 +74,8 @@ class Latencies:
         """The step that saw a bucket of tokens last."""
         self._rise_s = 0.0
         """Seconds per token beyond the fewest and the most tokens that were seen."""
-        self._unfitted = 0
-        """Times seen since they were interpolated."""
+        self._unfitted = FIT_EVERY
+        """Times seen since they were interpolated; at first it is due."""
         self.kv_s = 0.0
 
     def __len__(self) -> int:
@@ -168,9 +168,9 @@ def _slope(sets: Iterable[list[_Cell]]) -> float:
     for cells in sets:
         kv = sum([cell.kv for cell in cells]) / len(cells)
         seconds = sum([cell.seconds for cell in cells]) / len(cells)
-        weight = 1.0 / max(seconds, 1e-9) ** 2
-        above += weight * sum((cell.kv - kv) * (cell.seconds - seconds) for cell in cells)
-        below += weight * sum((cell.kv - kv) ** 2 for cell in cells)
+        if seconds:  # nothing is learned from what takes no time
+            above += sum((cell.kv - kv) * cell.seconds for cell in cells) / seconds**2
+            below += sum((cell.kv - kv) ** 2 for cell in cells) / seconds**2
     return max(above / below, 0.0) if below else 0.0
 
 

@@ -140,15 +140,14 @@ class DraftPolicy:
         known = self._replicas[replica_id]
         kv, probe = _kv_of(rows), None
         if known.fixed is not None:
-            known.draft_len = known.fixed
+            # What a server fixes its clients may lower and not raise.
+            draft_len = known.draft_len = known.fixed
         else:
             probe = self._choose(known, rows, kv, in_turns)
-        draft_len = known.draft_len if probe is None else probe
-        asked = [row.request.draft_len for row in rows if row.request.draft_len]
-        if asked:
-            # What a server fixes its clients may lower and not raise.
-            most = known.most if known.fixed is None else min(known.fixed, known.most)
-            draft_len = max(draft_len, min(max(asked), most))
+            draft_len = known.draft_len if probe is None else probe
+            asked = [row.request.draft_len for row in rows if row.request.draft_len]
+            if asked:
+                draft_len = max(draft_len, min(max(asked), known.most))
         known.planned = (len(rows), draft_len, kv)
         steps = 1
         if probe is None:
@@ -167,18 +166,18 @@ class DraftPolicy:
         checked, are faster than one of `whole` rows; `rows`, one at least, are some of them."""
         known = self._replicas[replica_id]
         table, idle_s = known.table, known.round_trip_s or 0.0
-        if not (len(table.step) and len(table.draft)):
+        if not table.known:
             return False
         choices = range(known.most + 1) if known.fixed is None else [known.fixed]
         kv, likely = _kv_of(rows) // len(rows), sum(self._acceptance.of(rows)) / len(rows)
-        tokens = list(accumulate([likely**position for position in range(choices[-1] + 1)]))
         # A batch of all rows has several steps, so no round trip counts.
         one_s = table.steps_s(whole, choices[-1], whole * kv)
         two_s = table.turns_s(turn, choices[-1], turn * kv, idle_s)
+        tokens = list(accumulate([likely**position for position in range(len(one_s))]))
         one = max([whole * tokens[k] / one_s[k] for k in choices])
         return max([turn * tokens[k] / two_s[k] for k in choices]) > TURNS_GAIN * one
 
-    def prefill_tokens(self, replica_id: str, stepping_rows: int, most: int, begin: int = 0) -> int:
+    def prefill_tokens(self, replica_id: str, stepping_rows: int, most: int, begin: int) -> int:
         """KV positions that the next prefill batch may fill, in [1, most], while so many rows are
         ready or step: each of them waits for it. It begins behind `begin` positions of its row.
 
@@ -193,12 +192,12 @@ class DraftPolicy:
         begin = min(begin, 2 * known.filled_behind)
         chunk_s = max(
             step_s * min(max(self._config.rows_max / stepping_rows, 1.0), CHUNK_STEPS_MAX),
-            table.prefill_s(0, 0) * (1.0 + 1.0 / CHUNK_FIXED_SHARE),
+            table.prefill_s(0, begin) * (1.0 + 1.0 / CHUNK_FIXED_SHARE),
         )
         tokens = bisect_right(
             range(1, most + 1), chunk_s, key=lambda count: table.prefill_s(count, begin)
         )
-        return min(most, max(tokens, PREFILL_TOKENS_LEAST))
+        return max(tokens, min(most, PREFILL_TOKENS_LEAST))
 
     def observe(
         self, batch: Batch, result: StepResult, answers: Rows[Answer], round_trip_s: float | None
@@ -208,9 +207,10 @@ class DraftPolicy:
         known = self._replicas[result.replica_id]
         if result.steps and round_trip_s is not None:
             before_s = known.round_trip_s
-            if before_s is not None and round_trip_s > before_s:
+            if before_s is not None:
                 # The least is what matters: a round trip is long by chance only.
-                round_trip_s = before_s + ROUND_TRIP_RATE * (round_trip_s - before_s)
+                mean_s = before_s + ROUND_TRIP_RATE * (round_trip_s - before_s)
+                round_trip_s = min(round_trip_s, mean_s)
             known.round_trip_s = round_trip_s
         self._observe_times(known, batch, result)
         self._acceptance.observe(answers)
@@ -235,9 +235,6 @@ class DraftPolicy:
         """Makes the best choice the replica's. Returns a probe's draft length, if one is due."""
         limits = [row_draft_len(row, known.most) for row in rows]
         table, most = known.table, max(limits)
-        if most <= 0:
-            known.draft_len = 0
-            return None
         if not table.known:
             # A drafted step and one without, and something is known.
             known.draft_len = 0 if len(table.draft) else min(FALLBACK, most)
@@ -315,5 +312,5 @@ def row_draft_len(sequence: Sequence, draft_len: int) -> int:
     own = sequence.request.draft_len
     if own is not None:
         draft_len = min(own, draft_len)
-    most = sequence.length_max - sequence.length - 1
-    return draft_len if draft_len < most else most
+    left = sequence.length_max - sequence.length
+    return draft_len if draft_len < left else left - 1

@@ -38,8 +38,7 @@ def batch_failed(rows: Iterable[Sequence], batch_size: int, replica_id: str) -> 
         record = sequence.record
         if batch_size == 1:
             record = replace(record, failures=record.failures + 1)
-            if replica_id not in sequence.excluded_replicas:
-                sequence.excluded_replicas.append(replica_id)
+            sequence.excluded_replicas.append(replica_id)
         _quarantine(sequence, record, max(batch_size // 2, 1), broke_at=sequence.length)
 
 
@@ -69,10 +68,11 @@ def replica_died(rows: list[Sequence], flights: Iterable[InFlight]) -> None:
 def _quarantine(
     sequence: Sequence, record: FailureRecord, limit: int, broke_at: int, probation: int = 0
 ) -> None:
+    """`limit` is no more than before: in quarantine it ran with no more rows than it may."""
     broke_at = max(record.broke_at, broke_at)
     sequence.record = replace(
         record,
-        rows_limit=min(record.rows_limit or limit, limit),
+        rows_limit=limit,
         broke_at=broke_at,
         quarantined_until=max(record.quarantined_until, broke_at + probation),
     )

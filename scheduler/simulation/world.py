@@ -261,7 +261,7 @@ class World:
 
         def declare_lost() -> None:
             del self._hosts[host.replica.id]
-            self._tell(ReplicaLost(host.replica.id))
+            self._tell(ReplicaLost(host.replica.id, by_batch=True))
             spec = host.replica.spec
             self._clock.after(self.faults.rejoin_s, lambda: self._join(host.name, spec))
 

@@ -65,8 +65,8 @@ class BatchFigures:
         """Tokens between the longest and the shortest row of a batch."""
         return self.spread_sum / self.step_batches if self.step_batches else 0.0
 
-    def note(self, batch: Batch, result: StepResult, committed_tokens: int) -> None:
-        """A batch was answered; `committed_tokens` are those that count."""
+    def note(self, batch: Batch, result: StepResult) -> None:
+        """A batch was answered. Which of its tokens count is not in the result."""
         self.batches += 1
         self.busy_s += result.times.total_s
         if batch.kind is BatchKind.PREFILL:
@@ -75,7 +75,6 @@ class BatchFigures:
         self.step_batches += 1
         self.spread_sum += batch.spread
         self.steps += result.steps
-        self.committed_tokens += committed_tokens
         for row in result.rows:
             self.row_steps += row.steps
             self.draft_tokens += row.draft_tokens

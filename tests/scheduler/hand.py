@@ -52,8 +52,12 @@ class Hand:
         """The last word on each request, as its frontend keeps it."""
 
     def tell(self, event: Event) -> list[Action]:
+        pool = self.scheduler.pool
+        moved = pool.moved
         actions = self.scheduler.step(event, self.now_s)
         self.scheduler.check_integrity()
+        if pool.moved > moved:
+            assert all(row.preempted for row in pool.waiting.values()), "moved, but not taken"
         if isinstance(event, StepDone):
             self._unanswered.pop(event.result.batch_id, None)
         elif isinstance(event, StepFailed):
@@ -63,9 +67,11 @@ class Hand:
                 del self._unanswered[batch.id]
         for action in actions:
             if isinstance(action, Dispatch):
-                assert action.batch.id not in self.batches
+                # From 1 on: a worker ends all batches up to the one that is interrupted last.
+                assert action.batch.id > next(reversed(self.batches), 0), "a batch's id"
                 self.batches[action.batch.id] = self._unanswered[action.batch.id] = action.batch
             elif isinstance(action, Emit):
+                assert action.tokens or action.extras, "an empty Emit"
                 tokens = self.tokens.setdefault(action.request_id, [])
                 tokens.extend(action.tokens)
             elif isinstance(action, RecordFailure):

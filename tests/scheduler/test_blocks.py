@@ -35,10 +35,11 @@ def run(hand: Hand, rounds: int = 500) -> int:
 
 def preempted(hand: Hand) -> list[str]:
     """The sequences that are sent back first."""
-    while True:
+    for _ in range(200):
         gone = [name for name in released(hand.work()) if name not in hand.finishes]
         if gone:
             return gone
+    raise AssertionError("none is sent back")
 
 
 @pytest.mark.parametrize(("lowest", "goes"), [("", "c"), ("b", "b")])
@@ -67,6 +68,18 @@ def test_what_was_sent_back_keeps_its_tokens_and_waits_until_all_that_it_needs_i
     assert usage.replicas == ("r",), "one that it came back to is named once"
 
 
+def test_where_blocks_run_out_beside_one_that_was_sent_back_before_another_goes() -> None:
+    """Though that one is of a higher class: it is the one that grows."""
+    hand = tight()
+    for name in "abc":
+        hand.submit(name, length=4, max_new_tokens=24)
+    assert preempted(hand) == ["c"]
+    while "b" not in hand.finishes or "c" in hand.waiting():
+        hand.work()
+    hand.submit("high", length=16, max_new_tokens=30, priority=Priority.HIGH)
+    assert preempted(hand) == ["high"]
+
+
 @pytest.mark.parametrize(("new", "before"), [(20, "a"), (21, "b")])
 def test_what_was_sent_back_comes_again_as_soon_as_all_can_grow_to_their_limits(
     new: int, before: str
@@ -86,6 +99,37 @@ def test_what_was_sent_back_comes_again_as_soon_as_all_can_grow_to_their_limits(
     assert len(hand.finishes) == "ab".index(before) + 1
     run(hand)
     assert hand.scheduler.snapshot().preempted == 1
+
+
+def test_what_was_sent_back_goes_at_once_to_another_replica_that_has_room() -> None:
+    hand = tight()
+    for name in "abc":
+        hand.submit(name, length=4, max_new_tokens=24)
+    hand.settle()
+    hand.join("s", kv_blocks=12)
+    assert preempted(hand) == ["c"]
+    assert [rows_of(batch) for batch in hand.in_flight("s")] == [["c"]]
+
+
+def test_what_was_sent_back_waits_in_the_order_of_its_class() -> None:
+    hand = tight()
+    for name in "abc":
+        hand.submit(name, length=4, max_new_tokens=24)
+    hand.submit("urgent", length=40, max_new_tokens=8, priority=Priority.HIGH)
+    assert preempted(hand) == ["c"]
+    assert hand.waiting() == ["urgent", "c"]
+
+
+def test_none_is_sent_back_while_a_batch_is_in_flight_that_may_free_blocks() -> None:
+    """Each row has 3 of 6 blocks, and at 12 tokens needs one more."""
+    hand = Hand(kv_reserve=0.0, draft_len=0, steps_per_batch_max=1, rows_max=1)
+    hand.join(kv_blocks=6)
+    hand.submit("a", length=4, max_new_tokens=9)
+    hand.submit("b", length=4, max_new_tokens=20)
+    hand.settle()
+    while hand.used() < 6 or len(hand.in_flight()) == 2:
+        hand.work()
+    assert hand.scheduler.snapshot().preempted == 0
 
 
 def test_a_full_replica_does_not_prefill_and_send_back_for_every_step() -> None:
@@ -136,6 +180,7 @@ def test_a_sequence_is_counted_by_what_its_kinds_of_layers_keep() -> None:
     assert [spec.blocks_taken(blocks) for blocks in (0, 1, 4, 5, 40)] == [0, 6, 24, 25, 60]
     assert spec.length_max == 80 * 4, "80 blocks and 20 of windows"
     assert replace(spec, context_len=300).length_max == 300
+    assert replace(spec, prefix_sharing=True).texts_kept == 100 // 6
     assert ReplicaSpec(100, 4, 512, 1000).length_max == 400
 
 

@@ -88,6 +88,16 @@ def test_those_behind_one_that_was_validated_are_validated_all_the_same() -> Non
     assert hand.waiting() == ["a"], "a larger one may come"
 
 
+def test_what_one_replica_could_serve_waits_for_one_like_it_where_a_smaller_one_follows() -> None:
+    hand = Hand()
+    hand.submit("a", prompt=(1,) * 40, max_new_tokens=40)
+    hand.join("large")
+    hand.lose("large", by_batch=False)
+    hand.join("small", kv_blocks=10)
+    assert hand.waiting() == ["a"]
+    assert not hand.finishes
+
+
 def test_an_id_that_is_live_is_taken_until_its_batch_has_ended() -> None:
     hand = Hand()
     hand.submit("a")
@@ -122,6 +132,17 @@ def test_a_draining_replica_hands_back_its_residents_and_takes_none() -> None:
     assert sorted(hand.waiting()) == ["a", "b", "c", "d"]
     (batch,) = batches_of(hand.join("two"))
     assert sorted(rows_of(batch)) == ["a", "b", "c", "d"]
+
+
+def test_a_draining_replica_hands_back_the_rows_of_a_batch_that_fails() -> None:
+    hand = Hand(draft_len=0)
+    for name in "ab":
+        hand.submit(name)
+    hand.join()
+    (batch,) = hand.settle()
+    hand.drain()
+    assert sorted(released(hand.fail(batch))) == ["a", "b"]
+    assert hand.waiting() == ["a", "b"]
 
 
 @pytest.mark.parametrize("gone", [Hand.lose, Hand.drain])

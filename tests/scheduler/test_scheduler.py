@@ -28,6 +28,20 @@ def test_what_an_event_that_raised_had_led_to_is_no_part_of_the_next(
     assert not of_kind(hand.tick(1.0), Emit)
 
 
+def test_a_replica_may_be_lost_in_the_next_event_after_one_that_raised(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hand = Hand()
+    hand.join()
+    hand.submit("a")
+    with monkeypatch.context() as broken:
+        broken.setattr(Dispatcher, "run", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            hand.done(hand.in_flight()[0])
+    hand.lose()
+    assert hand.waiting() == ["a"]
+
+
 def test_a_refused_client_is_told_when_a_tenth_of_the_queue_will_be_committed() -> None:
     """By the tokens that are committed, of which a prompt has none."""
     hand = Hand(draft_len=0, steps_per_batch_max=1, waiting_requests_max=1)

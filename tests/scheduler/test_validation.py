@@ -15,7 +15,6 @@ from scheduler.validation import (
     BIAS_MAX,
     END_TOKENS_MAX,
     LOGIT_BIAS_MAX,
-    LOGPROB_IDS_MAX,
     PENALTY_MAX,
     check_request,
 )
@@ -83,7 +82,7 @@ GOOD_DECODING: list[dict[str, object]] = [
     {"grammar": "start: /a/"},
     {"allowed_token_ids": (0, 99), "min_tokens": 8},
     {"logprobs": 0, "logprob_token_ids": (0, 99)},
-    {"logprobs": 0, "logprob_token_ids": (1,) * LOGPROB_IDS_MAX},
+    {"logprobs": 0, "logprob_token_ids": (1,) * 128},
 ]
 
 
@@ -117,7 +116,7 @@ BAD_TOGETHER: list[tuple[str, dict[str, object]]] = [
     ("allowed_token_ids", {"grammar": "start: /a/", "allowed_token_ids": (1,)}),
     ("allowed_token_ids", {"bad_words": ((1,),), "allowed_token_ids": (1,)}),
     ("logprob_token_ids", {"logprobs": 0, "logprob_token_ids": (100,)}),
-    ("logprob_token_ids", {"logprobs": 0, "logprob_token_ids": (1,) * (LOGPROB_IDS_MAX + 1)}),
+    ("logprob_token_ids", {"logprobs": 0, "logprob_token_ids": (1,) * 129}),
 ]
 
 
@@ -202,8 +201,8 @@ def test_ids_that_only_pad_the_embedding_may_come_back_but_not_be_asked_for() ->
         kv_blocks=10, block_size=4, context_len=64, vocab_size=100, embedding_size=128
     )
     check_request(request(committed=(100, 127)), CONFIG, padded)
-    for field, value in (("committed", (128,)), ("prompt", (100,)), ("stop_token_ids", (100,))):
-        with pytest.raises(InvalidRequest, match=f"^{field}: "):
+    for field, value in (("committed", (0, 128)), ("prompt", (0, 100)), ("stop_token_ids", (100,))):
+        with pytest.raises(InvalidRequest, match=f"^{field}: token id {value[-1]} is out of voc"):
             check_request(request(**{field: value}), CONFIG, padded)
     with pytest.raises(InvalidRequest, match=r"^bad_words: token id 128 is out of vocabulary"):
         check_request(request(decoding=Decoding(1, bad_words=((5, 128),))), CONFIG, padded)

@@ -55,6 +55,30 @@ def test_several_steps_per_batch_only_where_no_other_row_waits() -> None:
     assert (sorted(rows_of(batch)), batch.steps) == (["a", "b"], 4)
 
 
+def test_batches_of_one_step_go_in_turns_where_one_does_not_hold_all_rows() -> None:
+    hand = Hand(rows_max=2, steps_per_batch_max=4)
+    hand.join()
+    for name in "abcd":
+        hand.submit(name)
+    hand.work(12)
+    assert [len(batch.rows) for batch in hand.in_flight()] == [2, 2]
+    assert {batch.steps for batch in hand.batches.values()} == {1}
+
+
+def test_a_far_longer_row_is_left_until_it_is_steps_behind_of_all_rows_in_flight_or_ready() -> None:
+    """A third of the six rows steps with each batch: two steps behind is after six batches."""
+    hand = Hand(rows_max=2, draft_len=0, steps_per_batch_max=1)
+    hand.join(kv_blocks=10_000, context_len=2000)
+    for index in range(5):
+        hand.submit(f"q{index}", length=10)
+    hand.submit("far", length=400)
+    hand.settle()
+    hand.work(20)
+    steps = [rows_of(batch) for batch in hand.batches.values() if batch.rows]
+    first, second, *_ = (at for at, rows in enumerate(steps) if "far" in rows)
+    assert second - first > 2 * 6 / 2
+
+
 def test_waiting_requests_that_do_not_fit_do_not_shorten_batches() -> None:
     hand = Hand(steps_per_batch_max=4)
     hand.join(kv_blocks=30)
@@ -111,6 +135,16 @@ def test_a_replica_that_drains_ends_its_batch_of_several_steps() -> None:
     hand = stepping(4)
     assert interrupts(hand.drain()) == [hand.in_flight()[0].id]
     assert interrupts(stepping(1).drain()) == []
+
+
+def test_a_batch_of_several_steps_ends_early_where_a_row_in_quarantine_waits_for_it() -> None:
+    hand = stepping(4)
+    hand.join("s")
+    hand.submit("c")
+    (batch,) = hand.in_flight("r")
+    assert interrupts(hand.lose("s")) == [batch.id]
+    hand.done(batch)
+    assert [rows_of(batch) for batch in hand.in_flight("r")] == [["c"]]
 
 
 def test_a_batch_has_the_steps_that_its_own_round_trip_asks_for() -> None:

@@ -77,6 +77,17 @@ def test_a_row_that_is_behind_anchors_the_next_window(wait_rounds: int, batches:
     assert names(take(rows, 2, 2, wait_rounds)) == ["3", "0"], "its nearest neighbour comes along"
 
 
+def test_where_others_are_due_those_nearest_to_the_oldest_fill_what_is_left() -> None:
+    """Of its window, the three of 45 to 52, the one of 52."""
+    rows = ready_rows([50, 200, 10, 10, 10])
+    for _ in range(2):
+        for row in take(rows, 3, 2, wait_rounds=2):
+            rows.add(row)
+    for index, length in enumerate((45, 52, 60)):
+        rows.add(Sequence(Request(f"near{length}", (1,) * length, 9), 9 + index, committed=[1]))
+    assert names(take(rows, 3, 2, wait_rounds=2)) == ["0", "near52", "1"]
+
+
 def test_with_one_round_rows_go_in_order_of_arrival() -> None:
     rows = ready_rows([90, 10, 50, 11, 51, 91])
     taken = [sorted(names(take(rows, 2, 3, wait_rounds=1))) for _ in range(3)]
@@ -160,25 +171,26 @@ def test_no_row_waits_beyond_the_bound(
 
 
 @pytest.mark.parametrize(
-    ("ready", "stepping", "joining", "batches", "expected"),
+    ("ready", "stepping", "joining", "expected"),
     [
-        (1, 0, 0, 0, True),  # a replica without any batch never waits
-        (4, 4, 0, 1, False),  # a fragment waits: all 8 belong in one batch
-        (7, 1, 0, 1, False),
-        (8, 8, 0, 1, True),  # two full batches alternate
-        (9, 8, 0, 1, True),
-        (4, 8, 0, 1, True),  # 12 rows take turns, 8 and 4
-        (3, 8, 0, 1, False),
-        (7, 0, 1, 1, True),  # behind a prefill: most of the batch is there
-        (1, 0, 6, 1, False),  # most of the batch is being filled
-        (4, 0, 40, 1, True),
+        (1, 0, 0, True),  # a replica without any batch never waits
+        (4, 4, 0, False),  # a fragment waits: all 8 belong in one batch
+        (7, 1, 0, False),
+        (8, 8, 0, True),  # two full batches alternate
+        (9, 8, 0, True),
+        (4, 8, 0, True),  # 12 rows take turns, 8 and 4
+        (3, 8, 0, False),
+        (7, 0, 1, True),  # behind a prefill: most of the batch is there
+        (3, 0, 5, False),  # most of the batch is being filled
+        (3, 0, 3, True),
+        (4, 0, 40, True),
     ],
 )
 def test_a_second_batch_is_worth_its_place_or_waits(
-    ready: int, stepping: int, joining: int, batches: int, expected: bool
+    ready: int, stepping: int, joining: int, expected: bool
 ) -> None:
     for short_gap in (False, True):
         # Where the gap behind a prefill is short, rows wait for those that it fills.
-        waits = short_gap and joining > 0 and batches > 0 and not stepping
-        asked = (ready, stepping, joining, batches)
+        waits = short_gap and joining > 0 and not stepping
+        asked = (ready, stepping, joining)
         assert may_step(*asked, rows_max=8, short_gap=short_gap) is (expected and not waits)

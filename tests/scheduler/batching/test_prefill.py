@@ -7,9 +7,12 @@ import itertools
 import pytest
 from hypothesis import given, strategies as st
 
+from benchmarks.shared.linear import LinearCost
 from scheduler.batching.prefill import chunks_of_begun, first_half, oldest_partial
+from scheduler.decoding import Decoding
 from scheduler.messages import Batch, BatchKind, ReplicaSpec, Request
 from scheduler.state import ReplicaRecord, Sequence
+from tests.scheduler.draft_length.pair import Pair, prefill as tried_prefill
 from tests.scheduler.hand import Hand, batches_of, released, rows_of
 
 
@@ -24,10 +27,14 @@ def prefills(hand: Hand) -> list[Batch]:
 def test_a_long_prompt_is_filled_in_chunks_and_its_content_is_sent_once() -> None:
     hand = Hand(prefill_tokens_max=10)
     hand.join()
-    hand.submit("a", length=26)
+    decoding = Decoding(prompt_tokens=1)
+    hand.submit("a", length=26, cache_salt="x", decoding=decoding)
     hand.work(3)
     assert [spans(batch)["a"] for batch in prefills(hand)] == [(0, 10), (10, 20), (20, 25)]
-    assert [len(batch.prefill[0].tokens) for batch in prefills(hand)] == [26, 0, 0]
+    rows = [batch.prefill[0] for batch in prefills(hand)]
+    assert [len(row.tokens) for row in rows] == [26, 0, 0]
+    assert ["x" in row.salt for row in rows] == [True, False, False]
+    assert [row.decoding for row in rows] == [decoding, None, None]
     (batch,) = hand.in_flight()
     assert (batch.kind, batch.rows[0].length) == (BatchKind.SPECULATE, 26)
 
@@ -102,14 +109,79 @@ def test_what_is_left_of_the_tokens_goes_to_the_row_with_the_least_to_fill() -> 
     assert spans(batch)["a"] == (8, 16)
 
 
-@pytest.mark.parametrize("rows_max", [1, 2])
-def test_a_new_prompt_has_a_place_beside_a_long_one_however_few_there_are(rows_max: int) -> None:
+def test_a_row_that_begins_with_what_is_left_of_a_batch_is_its_last() -> None:
+    """Also before one that has nothing to fill."""
+    hand = Hand(prefill_tokens_max=8)
+    for name, length in (("a", 5), ("b", 9), ("c", 1)):
+        hand.submit(name, length=length)
+    first = batches_of(hand.join())[0]
+    assert spans(first) == {"a": (0, 4), "b": (0, 4)}
+
+
+def test_of_many_rows_that_were_begun_a_batch_has_no_more_than_its_rows() -> None:
+    hand = Hand(prefill_tokens_max=20, prefill_rows_max=3, batches_in_flight_max=8)
+    hand.join()
+    for name in ("x", "j1", "j2", "j3"):
+        hand.submit(name, length=3)
+    for name in "abcd":
+        hand.submit(name, length=23)
+    of = {rows_of(batch)[0]: batch for batch in hand.in_flight()}
+    assert len(of) == 8, "each has a batch of its own"
+    for name in (*"xabcd", "j1", "j2"):
+        assert hand.done(of[name]) == [], "x steps first, and waits for those that join it"
+    step, prefill, *_ = batches_of(hand.done(of["j3"]))
+    assert rows_of(step) == ["x", "j1", "j2", "j3"]
+    assert spans(prefill) == dict.fromkeys("abc", (20, 22))
+
+
+def running(rows: int, cost: LinearCost) -> Hand:
+    """So many rows, in batches of 8 whose steps take 20 ms, on a replica that knows what they and
+    prefills take."""
+    pair = Pair(LinearCost(0.0), LinearCost(20e-3), acceptance=0.0)
+    sizes = ((0, 16), (0, 256), (0, 1024), (1000, 64), (1000, 256)) * 4
+    tried = [tried_prefill(begin, count, cost(count, count * begin)) for begin, count in sizes]
+    hand = Hand(rows_max=8, draft_len=0, steps_per_batch_max=1, prefill_rows_max=64)
+    for index in range(rows):
+        hand.submit(f"q{index}")
+    hand.join(trials=(*pair.trials(), *tried), context_len=9999, kv_blocks=9999)
+    hand.settle()
+    return hand
+
+
+@pytest.mark.parametrize(("rows", "tokens"), [(8, 200), (16, 200), (4, 400)])
+def test_a_chunk_takes_the_time_of_a_step_of_all_rows_in_flight_or_ready(
+    rows: int, tokens: int
+) -> None:
+    """Twice as long where half a batch steps."""
+    hand = running(rows, LinearCost(0.0, 1e-4))
+    hand.submit("long", length=3000)
+    while len(prefills(hand)) < 2:
+        hand.work()
+    _, until = spans(prefills(hand)[1])["long"]
+    assert until == pytest.approx(tokens, rel=0.1)
+
+
+def test_a_chunk_is_the_smaller_the_more_of_its_prompt_is_filled() -> None:
+    hand = running(8, LinearCost(0.0, 1e-4, 1e-7))
+    hand.submit("long", length=3000)
+    while len(prefills(hand)) < 8:
+        hand.work()
+    chunks = [row.end - row.begin for batch in prefills(hand)[1:] for row in batch.prefill]
+    assert chunks == sorted(chunks, reverse=True)
+    assert chunks[-1] < 0.8 * chunks[0]
+
+
+@pytest.mark.parametrize(("rows_max", "beside"), [(1, "a"), (2, "a"), (3, "ab")])
+def test_new_prompts_have_all_places_but_one_beside_a_long_one_and_one_at_least(
+    rows_max: int, beside: str
+) -> None:
     hand = Hand(prefill_tokens_max=8, prefill_rows_max=rows_max, batches_in_flight_max=1)
     hand.join()
     hand.submit("long", length=401, max_new_tokens=1)
-    hand.submit("a", length=3)
+    for name in "abcd":
+        hand.submit(name, length=2)
     hand.work()
-    assert set(rows_of(hand.in_flight()[0])) == {"long", "a"}
+    assert set(rows_of(hand.in_flight()[0])) == {"long", *beside}
 
 
 def partial() -> Hand:

@@ -67,35 +67,43 @@ def test_none_moves_where_it_gains_nothing(
     assert hand.scheduler.snapshot().moved == 0
 
 
-def test_rows_that_gain_most_move_and_no_more_than_evens_the_two() -> None:
-    """A row gains the turns that it saves of its tokens to come, less what its prefill costs."""
-    hand = Hand(rows_max=4, draft_len=0, steps_per_batch_max=1, prefill_rows_max=8)
+@pytest.mark.parametrize(("prefill_rows_max", "most"), [(4, 4), (8, 8), (16, 11)])
+def test_rows_that_gain_most_move_and_no_more_than_evens_the_two(
+    prefill_rows_max: int, most: int
+) -> None:
+    """A row gains the turns that it saves of its tokens to come, less what its prefill costs. One
+    chunk and the blocks of the other replica bound how many."""
+    config = {"rows_max": 4, "prefill_rows_max": prefill_rows_max}
+    hand = Hand(draft_len=0, steps_per_batch_max=1, **config)
     hand.join(kv_blocks=10_000)
-    left = {f"q{index}": 40 + 20 * index for index in range(16)}
-    for name, new in left.items():
-        hand.submit(name, length=20, max_new_tokens=new)
+    for index in range(24):
+        hand.submit(f"q{index}", length=20, max_new_tokens=200 + 10 * index)
     while hand.waiting():
         hand.work()
     hand.settle()
-    source = hand.replica()
-    hand.join("s", kv_blocks=10_000)
-    target = hand.replica("s")
-    ready = list(source.ready)
-    config = hand.scheduler.config
-    turns, turns_there = 16 / 4, 8 / 4
+    source, turns, turns_there = hand.replica(), 24 / 4, -(-(2 + prefill_rows_max) // 4)
 
     def gain(row: Sequence) -> float:
         saved = row.tokens_left * (1 - turns_there / turns)
         return saved - row.length / PREFILL_TOKENS_PER_STEP
 
-    for chunk, most in ((10_000, 8), (100, None), (1, 1)):
-        rows = rows_to_move(source, target, config, chunk)
-        assert rows == sorted(ready, key=lambda row: (-gain(row), row.number))[: len(rows)]
-        assert sum(row.length for row in rows) <= chunk or len(rows) == 1
-        if most is not None:
-            assert len(rows) == min(most, len(ready))
-        elif len(rows) < 8:
-            assert sum(row.length for row in rows) + 20 + 30 > chunk or len(rows) == len(ready)
+    best = sorted(source.ready, key=lambda row: (-gain(row), row.number))[:most]
+    hand.join("s", kv_blocks=10_000)
+    hand.submit("there")
+    hand.submit("too")
+    assert (source.load, hand.replica("s").load) == (24, 2)
+
+    def moved(chunk: int, target: str = "s") -> list[Sequence]:
+        return rows_to_move(source, hand.replica(target), hand.scheduler.config, chunk)
+
+    assert moved(10_000) == best
+    for count in range(1, most + 1):
+        chunk = sum(row.length for row in best[:count])
+        assert moved(chunk) == best[:count]
+        assert moved(chunk - 1) == best[: max(count - 1, 1)]
+    room = sum(hand.replica("s").room_for(row) for row in best[:3])
+    hand.join("small", kv_blocks=room)
+    assert moved(10_000, "small")[:3] == best[:3]
 
 
 def test_rows_that_gain_nothing_stay_beside_others_that_move() -> None:
@@ -134,3 +142,4 @@ def test_rows_move_only_to_a_replica_that_is_over_a_batch_lighter_and_only_to_sa
     assert target is (hand.replica("s") if worth else None)
     hand.submit("long", length=9, max_new_tokens=490)
     assert lightest(hand.replica("s"), pool) is None, "the other one is heavier"
+    assert lightest(source, pool) is (hand.replica("s") if source.load - 1 > 4 else None)

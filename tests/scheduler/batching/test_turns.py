@@ -61,16 +61,50 @@ def test_rows_are_parted_where_it_pays(
     assert len(set(held)) == len(held)
 
 
-def test_one_batch_is_parted_where_halves_take_half_the_time() -> None:
+@pytest.mark.parametrize("fixed_s", [0.0, 33 * CHECK_S])
+def test_one_batch_is_parted_where_halves_take_less_time(fixed_s: float) -> None:
+    """Compared with one of all the rows there are, and not of all that a batch may have."""
     by_rows = LinearTimes(
-        draft=LinearCost(0.0, CHECK_S / K),
-        verify=LinearCost(0.0, CHECK_S / (K + 1)),
+        draft=LinearCost(fixed_s / K, CHECK_S / K),
+        verify=LinearCost(fixed_s, CHECK_S / (K + 1)),
         prefill=LinearCost(0.001),
     )
     assert [len(batch) for batch in stepping(16, 32, True, by_rows)] == [8, 8]
     waiting_once = stepping(16, 32, True, by_rows, wait_rounds=1)
     assert [len(batch) for batch in waiting_once] == [8, 8], "no row is due in its first round"
     assert [len(batch) for batch in stepping(16, 32, False, by_rows)] == [16]
+    one_in_flight = stepping(16, 32, True, by_rows, batches_in_flight_max=1)
+    assert [len(batch) for batch in one_in_flight] == [16]
+
+
+def chosen(hand: Hand) -> int:
+    """The draft length that was chosen last."""
+    return hand.scheduler.snapshot().replicas[0].estimates.draft_len
+
+
+def choosing(rows: int, overlaps: bool = True, **changes: int) -> Hand:
+    """So many rows, the first of them in steps; the draft length is chosen by time."""
+    hand = Hand(draft_len=None, steps_per_batch_max=1, **{"rows_max": 8, **changes})
+    for number in range(rows):
+        hand.submit(f"q{number}")
+    hand.join(overlaps=overlaps, trials=tuple(trials(DRAFT_AS_LONG)), kv_blocks=10_000)
+    hand.settle()
+    return hand
+
+
+def test_a_draft_is_as_long_as_a_check_only_where_it_is_made_beside_one() -> None:
+    """Not with one row, nor one batch in flight, nor of rows in quarantine, which run alone."""
+    after_check = chosen(choosing(16, overlaps=False))
+    assert 0 < after_check < K
+    assert chosen(choosing(16)) == K
+    assert chosen(choosing(1)) == chosen(choosing(1, overlaps=False)) < K
+    assert chosen(choosing(16, batches_in_flight_max=1)) == after_check
+    hand = choosing(4, rows_max=2)
+    assert chosen(hand) == K
+    for batch in hand.in_flight():
+        hand.fail(batch)
+    assert [len(batch.rows) for batch in hand.in_flight()] == [1]
+    assert chosen(hand) == chosen(choosing(1))
 
 
 def test_rows_are_not_parted_before_the_costs_are_known() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from random import Random
+from statistics import fmean
 
 from benchmarks.shared.linear import Cost, LinearCost, LinearTimes
 from scheduler.config import SchedulerConfig
@@ -80,6 +81,15 @@ class Pair:
             seconds += result.times.total_s
             tokens += sum(len(row.tokens) for row in result.rows)
         return seconds, tokens
+
+
+def reached(pair: Pair, policy: DraftPolicy, rows: list[Sequence], goodputs: list[float]) -> float:
+    """The mean goodput of the draft lengths of the next 200 batches."""
+    chosen = []
+    for _ in range(200):
+        pair.turn(policy, rows, 1)
+        chosen.append(goodputs[policy.estimates("r").draft_len])
+    return fmean(chosen)
 
 
 def batch_of(rows: list[Sequence], draft_len: int, steps: int) -> Batch:

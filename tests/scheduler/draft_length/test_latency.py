@@ -10,7 +10,15 @@ from random import Random
 import pytest
 from hypothesis import given, strategies as st
 
-from scheduler.draft_length.latency import CELLS_MAX, STALE, Latencies, LatencyTable, bucket
+from scheduler.draft_length.latency import (
+    CELLS_MAX,
+    COUNT_MAX,
+    FIT_EVERY,
+    STALE,
+    Latencies,
+    LatencyTable,
+    bucket,
+)
 
 DRAFT_S = 1e-3
 
@@ -90,6 +98,7 @@ def test_a_calibration_is_enough_to_know_what_steps_take_and_what_took_no_time_i
     idle = LatencyTable()
     idle.observe_step(8, 4, 800, 0.0, 0.0)
     idle.observe_prefill(40, 0, 0.0)
+    idle.observe_prefill(0, 0, 1.0)
     assert (idle.known, len(idle.step), len(idle.prefill)) == (False, 0, 0)
     table = calibrated()
     assert table.known
@@ -111,13 +120,14 @@ def test_a_machine_whose_speed_changes_makes_no_work_dearer_than_other_work(fact
         assert table.step_s(8, draft_len, 2000) == pytest.approx(factor * truth, rel=0.15)
 
 
-def test_one_slow_step_moves_it_little() -> None:
+@pytest.mark.parametrize("factor", [0.01, 100.0])
+def test_one_step_of_another_time_moves_it_little(factor: float) -> None:
     table = calibrated()
     for _ in range(50):
         see(table, 8, 2, 2000)
     before_s = table.step_s(8, 2, 2000)
-    see(table, 8, 2, 2000, factor=100.0)
-    assert table.step_s(8, 2, 2000) == pytest.approx(before_s, rel=0.1)
+    see(table, 8, 2, 2000, factor)
+    assert table.step_s(8, 2, 2000) == pytest.approx(before_s, rel=0.06)
 
 
 def test_a_prefill_takes_what_it_fills_and_what_was_filled_before() -> None:
@@ -146,6 +156,8 @@ def test_the_first_time_of_a_kind_is_forgotten_at_the_second_and_then_all_count_
     assert seen((8, 0, 1.0), (8, 0, 0.4)).usual_s(8, 0) == pytest.approx(0.4)
     times = (1.0, 0.4, 0.5, 0.6)
     assert seen(*((8, 0, seconds) for seconds in times)).usual_s(8, 0) == pytest.approx(0.5)
+    assert seen(*((8, 0, seconds) for seconds in times[:2]))(8, 0) == pytest.approx(0.4)
+    assert seen(*[(8, 0, 1.0)] * 20, (8, 0, 99.0)).usual_s(8, 0) == pytest.approx(1 + 0.5 / 20)
     assert seen((8, 0, 1.0)).usual_s(9, 0) is None
     assert seen((8, 0, 1.0)).usual_s(8, 1) is None, "another bucket of KV positions"
 
@@ -170,14 +182,64 @@ def test_times_lie_on_the_line_between_two_points_and_beyond_never_below_their_s
 def test_what_a_kv_position_costs_is_found_where_it_alone_differs(
     kv_s: float, base_s: float
 ) -> None:
-    points = [(8, kv, base_s + kv_s * kv) for kv in (100, 300, 900, 100, 300, 900)]
+    points = [(8, kv, base_s + kv_s * kv) for kv in (100, 300, 900, 120, 450, 800, 110, 500, 999)]
+    assert seen(*points[:3]).kv_s == pytest.approx(kv_s, rel=1e-6)
     found = seen(*points)
     assert found.kv_s == pytest.approx(kv_s, rel=1e-6)
     assert found(8, 5000) == pytest.approx(base_s + 5000 * kv_s)
     assert found.usual_s(8, 200) is None
+    assert found.usual_s(8, 64) == pytest.approx(base_s + 64 * kv_s)
     assert found.usual_s(8, 290) == pytest.approx(base_s + 290 * kv_s)
     falls = seen(*((8, kv, base_s / kv) for kv in (100, 300, 900)))
     assert falls.kv_s == 0.0, "reading more takes no less"
+
+
+def test_of_what_kv_positions_cost_an_error_counts_by_its_share_of_the_time() -> None:
+    """Work that takes twice as long weighs a quarter. What takes no time tells nothing."""
+    short = ((8, 100, 1.0 - 0.01), (8, 200, 1.0), (8, 300, 1.0 + 0.01))
+    long = ((64, 100, 2.0 - 0.06), (64, 300, 2.0 + 0.06))
+    nothing = ((4, 100, 0.0), (4, 300, 0.0))
+    assert seen(*short).kv_s == pytest.approx(1e-4)
+    assert seen(*long).kv_s == pytest.approx(6e-4)
+    assert seen(*short, *long, *nothing).kv_s == pytest.approx((4 * 1e-4 + 6e-4) / 5)
+    assert seen(*nothing)(4, 200) == 0.0
+
+
+def test_of_the_kv_positions_of_a_bucket_the_fewest_take_half_the_time_at_least() -> None:
+    """Also where other work of as many tokens says that each costs more."""
+    steep = seen((8, 127, 1.0), (8, 1000, 900.0), (8, 2000, 2000.0))
+    assert steep.usual_s(8, 64) == pytest.approx(0.5)
+
+
+def test_the_tokens_and_the_times_of_a_bucket_are_means_of_what_was_seen() -> None:
+    """So a bucket lies on the line on which they lie."""
+    wide = (33, 33, *(36, 34, 35, 33) * (FIT_EVERY // 4))
+    assert len({bucket(tokens) for tokens in wide}) == 1
+    found = seen(*((tokens, 0, 1.0 + 0.1 * tokens) for tokens in (8, 8, *wide)))
+    for tokens in (8, 20, 33, 36, 50):
+        assert found(tokens, 0) == pytest.approx(1.0 + 0.1 * tokens)
+
+
+def test_beyond_what_was_seen_times_rise_as_they_do_on_the_whole() -> None:
+    found = seen((4, 0, 0.1), (8, 0, 0.1), (12, 0, 0.3))
+    assert found(16, 0) == pytest.approx(0.3 + 4 * 0.2 / 8)
+
+
+def test_of_buckets_with_the_same_tokens_none_weighs_more_because_it_is_seen_always() -> None:
+    def base_s(times: int) -> float:
+        return seen((8, 1, 1.0), *[(8, 0, 3.0)] * times, (9, 0, 9.0))(8, 0)
+
+    assert base_s(COUNT_MAX + 50) == base_s(COUNT_MAX)
+    assert base_s(1) == pytest.approx(2.0)
+    assert base_s(3) == pytest.approx((1.0 + 3 * 3.0) / 4)
+
+
+def test_what_is_seen_again_and_again_is_interpolated_anew_now_and_then() -> None:
+    """For each time it would cost more than it tells."""
+    assert seen(*[(8, 0, 1.0)] * 2, *[(8, 0, 1.1)] * (FIT_EVERY - 1))(8, 0) == 1.0
+    found = seen(*[(8, 0, 1.0)] * 2, *[(8, 0, 1.1)] * FIT_EVERY)
+    assert found(8, 0) == found.usual_s(8, 0)
+    assert found(8, 0) > 1.05
 
 
 def test_fewer_tokens_take_no_longer_than_more() -> None:
@@ -198,6 +260,13 @@ def test_work_is_stale_once_it_was_not_seen_for_long() -> None:
     assert not table.stale(2, 3)
     assert table.stale(2, 1)
     assert not table.stale(8, 0), "so many tokens were seen"
+    for more in range(1, STALE + 1):
+        assert not table.stale(2, 3)
+        if more % 2:
+            table.observe_prefill(1, 0, 1e-3)
+        else:
+            see(table, 1, 0, 100)
+    assert table.stale(2, 3), "other work counts as time that passes"
 
 
 def test_what_was_seen_longest_ago_is_forgotten_first() -> None:
@@ -212,37 +281,28 @@ def test_what_was_seen_longest_ago_is_forgotten_first() -> None:
 
 
 @pytest.mark.parametrize("factor", [0.8, 1.25])
-def test_the_factor_of_speed_comes_to_seconds_now_over_usual_seconds(factor: float) -> None:
+@pytest.mark.parametrize("draft_len", [0, 2])
+def test_the_factor_of_speed_comes_to_seconds_now_over_usual_seconds(
+    factor: float, draft_len: int
+) -> None:
     table = LatencyTable()
     for _ in range(40):
-        see(table, 8, 2, 2000)
+        see(table, 8, draft_len, 2000)
         table.observe_prefill(64, 0, 0.1)
     assert table.slowdown == pytest.approx(1.0, abs=0.02)
     for _ in range(6):
-        see(table, 8, 2, 2000, factor)
+        see(table, 8, draft_len, 2000, factor)
     steps = table.slowdown
     assert min(1.0, factor) < steps < max(1.0, factor), "little by little"
     for _ in range(6):
         table.observe_prefill(64, 0, factor * 0.1)
     assert abs(table.slowdown - factor) < abs(steps - factor), "prefills show it, too"
     assert table.prefill_s(64, 0) == pytest.approx(factor * 0.1, rel=0.1)
-    assert table.step_s(8, 2, 2000) == pytest.approx(
-        factor * (line(24, 2000) + 2 * DRAFT_S), rel=0.1
+    table.observe_prefill(512, 0, 0.7)
+    assert table.prefill_s(512, 0) == pytest.approx(0.7), "a new size, at today's speed"
+    see(table, 16, 3, 4000, factor)
+    new_s = factor * (line(64, 4000) + 3 * DRAFT_S)
+    assert table.step_s(16, 3, 4000) == pytest.approx(new_s), "new rows, too"
+    assert table.step_s(8, draft_len, 2000) == pytest.approx(
+        factor * (line(8 * (draft_len + 1), 2000) + draft_len * DRAFT_S), rel=0.1
     )
-
-
-@pytest.mark.parametrize("slowdown", [1.0, 2.0])
-def test_of_batches_that_take_turns_the_busier_device_decides_or_half_of_the_whole_round(
-    slowdown: float,
-) -> None:
-    table = LatencyTable()
-    table.slowdown = slowdown
-    for tokens in (4, 8, 12, 16, 20):
-        table.step.observe(tokens, 0, 2e-3, tokens)
-    table.draft.observe(4, 0, 1e-3, 1)
-    for idle_s, expected_ms in (
-        (0.0, [2.0, 2.0, 2.0, 3.0, 4.0]),
-        (4e-3 * slowdown, [3.0, 3.5, 4.0, 4.5, 5.0]),
-    ):
-        found = table.turns_s(4, 4, 0, idle_s)
-        assert found == pytest.approx([1e-3 * slowdown * ms for ms in expected_ms])

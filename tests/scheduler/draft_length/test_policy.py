@@ -2,35 +2,23 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import replace
-from statistics import fmean
-
 import pytest
 from hypothesis import given, settings, strategies as st
 
 from benchmarks.shared.linear import LinearCost
 from scheduler.config import SchedulerConfig
-from scheduler.draft_length.policy import (
-    FALLBACK,
-    GAP_SHARE,
-    ROUND_TRIP_SHARE,
-    DraftPolicy,
-    StepPlan,
-    row_draft_len,
+from scheduler.draft_length.acceptance import FIRST_GUESS
+from scheduler.draft_length.policy import FALLBACK, StepPlan, row_draft_len
+from scheduler.messages import ReplicaSpec, RowResult, StepResult, StepTimes
+from tests.scheduler.draft_length.pair import (
+    CHEAP,
+    TARGET,
+    Pair,
+    answers,
+    policy_for,
+    reached,
+    rows_of,
 )
-from scheduler.messages import ReplicaSpec, TriedBatch
-from scheduler.state.sequence import Sequence
-from tests.scheduler.draft_length.pair import CHEAP, TARGET, Pair, answers, policy_for, rows_of
-
-
-def reached(pair: Pair, policy: DraftPolicy, rows: list[Sequence], goodputs: list[float]) -> float:
-    """The mean goodput of the draft lengths of the next 200 batches."""
-    chosen = []
-    for _ in range(200):
-        pair.turn(policy, rows, 1)
-        chosen.append(goodputs[policy.estimates("r").draft_len])
-    return fmean(chosen)
 
 
 @settings(max_examples=25, deadline=None)
@@ -166,24 +154,6 @@ def test_a_request_can_pin_its_own_and_the_others_draft_along() -> None:
     assert policy.plan("r", rows, 1).draft_lens == [2, 5], "each its own"
 
 
-@pytest.mark.parametrize(
-    ("round_trip_s", "step_s", "steps"),
-    [(0.0, 0.01, 1), (0.9e-3, 0.01, 5), (1e-3, 0.2, 1), (9e-3, 1e-3, 8)],
-)
-def test_a_batch_gets_the_steps_that_its_round_trip_asks_for(
-    round_trip_s: float, step_s: float, steps: int
-) -> None:
-    pair = Pair(CHEAP, LinearCost(step_s), acceptance=0.0)
-    policy = policy_for(pair, draft_len=0)
-    rows = rows_of(2)
-    assert policy.plan("r", rows, 8).steps == 8, "as long as nothing is known of the round trip"
-    for _ in range(3):
-        batch, result = pair.answer(rows, policy.plan("r", rows, 1))
-        policy.observe(batch, result, [], round_trip_s)
-    assert policy.plan("r", rows, 8).steps == steps
-    assert policy.plan("r", rows, 1).steps == 1
-
-
 def test_estimates_tell_what_was_measured() -> None:
     """Of a step as it was chosen, also where a request asks for another draft length."""
     pair = Pair(CHEAP, TARGET, acceptance=0.8)
@@ -192,6 +162,7 @@ def test_estimates_tell_what_was_measured() -> None:
     policy.plan("r", [*rows_of(7), *rows_of(1, draft_len=8)], 1)
     found = policy.estimates("r")
     assert found.acceptance_greedy == pytest.approx(0.8, abs=0.08)
+    assert found.acceptance_sampled == pytest.approx(FIRST_GUESS), "no row was sampled"
     assert found.step_s == pytest.approx(pair.step_s(8, found.draft_len), rel=0.05)
     assert found.draft_len < 8
 
@@ -220,33 +191,6 @@ def test_of_what_is_drafted_a_row_gets_no_more_than_it_may_commit_before_the_las
         assert row_draft_len(rows_of(1, draft_len=own)[0], 4) == min(own, 4)
 
 
-@pytest.mark.parametrize("round_trips", [(5e-3, 0.9e-3), (0.9e-3, 5e-3)])
-def test_of_round_trips_the_shortest_lately_counts(round_trips: tuple[float, float]) -> None:
-    """One that is longer by chance moves it little; one that is shorter at once."""
-    pair = Pair(CHEAP, LinearCost(10e-3), acceptance=0.0)
-    policy = policy_for(pair, draft_len=0)
-    rows = rows_of(2)
-    for round_trip_s in round_trips:
-        batch, result = pair.answer(rows, policy.plan("r", rows, 1))
-        policy.observe(batch, result, [], round_trip_s)
-    steps = policy.plan("r", rows, 50).steps
-    shortest_s = min(round_trips)
-    longer_s = shortest_s + 0.15 * (round_trips[-1] - shortest_s)
-    step_s = ROUND_TRIP_SHARE * 10e-3
-    assert math.ceil(shortest_s / step_s) <= steps <= math.ceil(longer_s / step_s)
-
-
-def test_a_gap_is_short_once_a_round_trip_is_a_small_part_of_a_step() -> None:
-    for round_trip_s, short in ((0.5 * GAP_SHARE, True), (2 * GAP_SHARE, False)):
-        pair = Pair(CHEAP, LinearCost(1.0), acceptance=0.0)
-        policy = policy_for(pair, draft_len=0)
-        assert not policy.short_gap("r"), "nothing is known"
-        rows = rows_of(2)
-        batch, result = pair.answer(rows, policy.plan("r", rows, 1))
-        policy.observe(batch, result, [], round_trip_s)
-        assert policy.short_gap("r") == short
-
-
 def test_what_is_not_known_is_zero_and_a_replica_begins_with_what_its_trial_showed() -> None:
     policy = policy_for(None)
     nothing = policy.estimates("r")
@@ -263,34 +207,44 @@ def test_what_is_not_known_is_zero_and_a_replica_begins_with_what_its_trial_show
         policy.estimates("s")
 
 
-@pytest.mark.parametrize("round_trip_s", [0.0, 20e-3, 0.2])
-def test_the_goodput_counts_the_time_in_which_a_replica_waits_for_its_next_batch(
-    round_trip_s: float,
+@pytest.mark.parametrize(("prefill_s", "hidden_s"), [(0.0, 0.0), (0.02, 0.0), (0.02, 5e-3)])
+def test_of_a_batchs_time_a_step_is_its_drafts_and_its_check(
+    prefill_s: float, hidden_s: float
 ) -> None:
-    pair = Pair(LinearCost(2e-3), LinearCost(10e-3), acceptance=0.7)
-    policy = policy_for(pair)
+    """Whatever the draft caught up, what of it passed beside other batches, and where a row drafts
+    less or went no further."""
+    policy = policy_for(None, draft_len=4)
+    rows = rows_of(3)
+    batch, _ = Pair(CHEAP, TARGET, 0.0).answer(rows, policy.plan("r", rows, 1))
+    draft_s, verify_s = 4e-3, 10e-3
+    total_s = prefill_s + draft_s + verify_s - hidden_s
+    times = StepTimes(prefill_s, draft_s, verify_s, total_s, hidden_s)
+    went = (RowResult("0", steps=1, asked_tokens=4), RowResult("1", steps=1), RowResult("2"))
+    policy.observe(batch, StepResult(1, "r", went, 1, times), [], None)
+    assert policy.estimates("r").step_s == pytest.approx(draft_s + verify_s)
+
+
+def test_a_replica_that_tried_nothing_drafts_once_then_not_and_then_what_is_best() -> None:
+    """Only both together tell what a draft token takes."""
+    pair = Pair(CHEAP, TARGET, acceptance=1.0)
+    policy = policy_for(None, spec={"acceptance": 1.0})
+    rows, chosen = rows_of(8), []
+    for _ in range(3):
+        plan = policy.plan("r", rows, 1)
+        chosen.append(policy.estimates("r").draft_len)
+        batch, result = pair.answer(rows, plan)
+        policy.observe(batch, result, answers(rows, result), None)
+    assert chosen == [FALLBACK, 0, 8]
+    undrafted = tuple(pair.answer(rows_of(count), StepPlan([0] * count, 1)) for count in (1, 8))
+    policy = policy_for(None, undrafted, spec={"acceptance": 1.0})
+    assert policy.plan("r", rows, 1).draft_len == FALLBACK
+
+
+def test_a_row_at_its_end_keeps_no_other_from_drafting() -> None:
+    policy = policy_for(Pair(CHEAP, TARGET, 0.9), spec={"acceptance": 0.9})
     rows = rows_of(8)
-    pair.turn(policy, rows, 300, round_trip_s=round_trip_s)
-    step_s = [pair.step_s(8, draft_len) for draft_len in range(9)]
-    goodputs = [
-        pair.goodput(8, draft_len) * spent_s / (spent_s + round_trip_s)
-        for draft_len, spent_s in enumerate(step_s)
-    ]
-    assert reached(pair, policy, rows, goodputs) >= 0.97 * max(goodputs)
-
-
-@pytest.mark.parametrize(("draft_s", "pay"), [(1e-9, False), (1e-3, False), (2.5e-3, True)])
-def test_turns_pay_where_a_draft_takes_as_long_as_a_check_though_both_halves_read_weights_again(
-    draft_s: float, pay: bool
-) -> None:
-    """A check of 8 rows of 100 tokens takes 2.5 ms, one of 16 takes 4 ms."""
-    pair = Pair(LinearCost(draft_s), LinearCost(1e-3, kv_s=1.5e-3 / 800), acceptance=1.0)
-
-    def seen(rows: int, length: int) -> TriedBatch:
-        batch, result = pair.answer(rows_of(rows), StepPlan([1] * rows, 1))
-        batch = replace(batch, rows=tuple(replace(row, length=length) for row in batch.rows))
-        return batch, replace(result, times=pair.times(batch))
-
-    tried = tuple(seen(rows, length) for rows in (8, 16) for length in (100, 400) for _ in range(2))
-    policy = policy_for(None, tried, draft_len=1)
-    assert policy.turns_pay("r", rows_of(8), 16, 8) == pay
+    rows[-1].length = rows[-1].length_max - 1
+    *others, last = policy.plan("r", rows, 1).draft_lens
+    assert last == 0
+    assert min(others) > 0
+    assert policy.plan("r", rows[-1:], 1).draft_lens == [0]

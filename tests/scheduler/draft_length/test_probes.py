@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -95,3 +96,20 @@ def test_every_draft_length_up_to_the_most_is_tried_again() -> None:
         assert policy.estimates("r").draft_len in (1, 2)
         tried.add(plan.draft_len)
     assert tried == set(range(9))
+
+
+def test_where_a_draft_pays_others_are_tried_once_they_are_stale_though_it_catches_up() -> None:
+    """No length is tried more often, 1 neither; and only a probe pays for what it catches up."""
+    pair = Pair(CHEAP, TARGET, acceptance=0.9)
+    policy, rows, probes = policy_for(pair), rows_of(8), Counter[int]()
+    for at in range(200 + 3 * STALE):
+        plan = policy.plan("r", rows, 1)
+        batch, result = pair.answer(rows, plan)
+        caught_up = replace(result.times, prefill_s=10e-3, total_s=result.times.total_s + 10e-3)
+        result = replace(result, times=caught_up)
+        policy.observe(batch, result, answers(rows, result), None)
+        if at >= 200 and plan.draft_len != policy.estimates("r").draft_len:
+            probes[plan.draft_len] += 1
+    assert policy.estimates("r").draft_len > 1
+    assert probes
+    assert max(probes.values()) <= 3
