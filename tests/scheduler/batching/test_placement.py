@@ -217,7 +217,7 @@ def test_a_reservation_ends_with_the_sequence_or_with_the_replica(end: str) -> N
     while replica.reserved_for is None:
         finish_one(hand, "r")
     if end == "cancel":
-        hand.cancel("big")
+        assert batches_of(hand.cancel("big")), "it takes others at once"
         hand.work(4)
         assert hand.used() == 10, "the line moves again"
     else:
