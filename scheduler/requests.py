@@ -292,6 +292,8 @@ class ReplicaSpec:
     @property
     def length_max(self) -> int:
         """Longest content, in tokens, that it can hold when it is empty."""
+        if not self.kv_groups:  # asked for each that waits
+            return min(self.context_len, self.kv_blocks * self.block_size)
         longest = range(1, 1 - -self.context_len // self.block_size)
         blocks = bisect_right(longest, self.kv_blocks, key=self.blocks_taken)
         return min(self.context_len, blocks * self.block_size)
