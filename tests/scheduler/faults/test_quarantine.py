@@ -243,3 +243,22 @@ def test_a_broken_replica_costs_no_request_while_another_is_sound() -> None:
     play(hand, lambda batch: batch.replica_id == "r" and batch.kind is BatchKind.SPECULATE)
     assert len(hand.finishes) == 8
     assert not any(finish.reason is FinishReason.FAILED for finish in hand.finishes.values())
+
+
+def test_a_row_that_waits_where_it_failed_goes_elsewhere_once_there_is_room() -> None:
+    """The other replica is full at first, and never idle."""
+    hand = Hand(rows_max=1, residents_max=3, batches_in_flight_max=2, steps_per_batch_max=1)
+    hand.join("broken")
+    hand.submit("beside")
+    hand.settle("broken")
+    hand.submit("failed")
+    hand.join("sound")
+    for name in ("one", "two", "three"):
+        hand.submit(name)
+    hand.work(6, "sound")
+    (batch,) = (batch for batch in hand.in_flight("broken") if rows_of(batch) == ["failed"])
+    hand.fail(batch)
+    assert hand.replica("broken").reserved_for == "failed"
+    hand.cancel("one")
+    hand.work(4, "broken", "sound")
+    assert "failed" in hand.replica("sound").residents

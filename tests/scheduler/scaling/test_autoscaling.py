@@ -235,6 +235,11 @@ def test_what_was_not_seen_has_not_lasted() -> None:
     assert unseen(state, 9.0) == ScalingState(high_since_s=1.0, low_since_s=None, live_s=9.0)
 
 
+def test_a_server_that_begins_without_a_request_starts_no_replica() -> None:
+    config = AutoscalingConfig(min_replicas=0, max_replicas=2)
+    assert wanted_replicas(config, status(0), 100.0, 0, ScalingState(), 0.0)[0] == 0
+
+
 # ------------------------------------------------------------------------- the meter
 
 
