@@ -7,13 +7,14 @@ from functools import lru_cache
 
 import torch
 
-# Golden-ratio and multiplier constants of splitmix64 (Steele et al., 2014), as signed int64.
-_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
-_MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
-_MIX_2 = 0x94D049BB133111EB - (1 << 64)
+# Golden-ratio and multiplier constants of splitmix64 (Steele et al., 2014) as signed int64, and
+# beside each as it is published.
+_GOLDEN = -0x61C8864680B583EB  # 0x9E3779B97F4A7C15
+_MIX_1 = -0x40A7B892E31B1A47  # 0xBF58476D1CE4E5B9
+_MIX_2 = -0x6B2FB644ECCEEE15  # 0x94D049BB133111EB
 # Multipliers of murmur3's 32-bit finaliser, as signed int32.
-_FMIX_1 = 0x85EBCA6B - (1 << 32)
-_FMIX_2 = 0xC2B2AE35 - (1 << 32)
+_FMIX_1 = -0x7A143595  # 0x85EBCA6B
+_FMIX_2 = -0x3D4D51CB  # 0xC2B2AE35
 
 
 NOISE_MOST = 22.5

@@ -178,12 +178,11 @@ def _instead(node: ast.AST) -> Iterator[str]:
             more = (value + 1, value - 1) if isinstance(value, int) else ()
             some = (value * 2, value // 2 if isinstance(value, int) else value / 2)
             yield from (f"({text!r})" if text < 0 else repr(text) for text in (*more, *some))
-        case ast.Expr(value=ast.Call()):
+        # One that a slip left out. As `continue`, a `break` would most often only cost time.
+        case ast.Expr(value=ast.Call()) | ast.Break():
             yield "pass"
         case ast.Return(value=ast.expr() as value) if not isinstance(value, ast.Constant):
             yield "return None"
-        case ast.Break():
-            yield "continue"
         case ast.Continue():
             yield "break"
         case ast.Name(id="min" | "max" as name):
