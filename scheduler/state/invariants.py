@@ -100,8 +100,11 @@ def _check_replica(pool: Pool, replica: ReplicaRecord) -> None:
     if any(row.quarantined for flight in flights.values() for row in flight.rows if row.live):
         assert len(flights) == 1, f"{name}: a batch beside one of rows in quarantine"
     for batch_id, flight in flights.items():
-        assert len(flight.batch.rows) <= pool.config.rows_max, f"{name}: rows of batch {batch_id}"
-        assert [row.id for row in flight.rows] == flight.batch.row_ids, f"{name}: batch {batch_id}"
+        config, batch, where = pool.config, flight.batch, f"{name}: batch {batch_id}"
+        assert len(batch.rows) <= config.rows_max, f"{where}: rows"
+        # A new prompt has a place beside one that was begun, however few there are.
+        assert len(batch.prefill) <= max(config.prefill_rows_max, 2), f"{where}: rows to fill"
+        assert [row.id for row in flight.rows] == batch.row_ids, where
     held = [row.id for flight in flights.values() for row in flight.rows]
     assert len(held) == len(set(held)), f"{name}: a row is in two batches"
     in_flight = {resident.id for resident in residents if resident.state in IN_FLIGHT}
