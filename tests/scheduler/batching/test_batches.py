@@ -39,6 +39,19 @@ def test_a_prefill_batch_keeps_its_budget_of_rows_and_tokens() -> None:
     assert rows_of(third) == ["e", "f", "g"]
 
 
+def test_new_prompts_take_the_places_of_those_that_were_begun_but_for_the_oldest() -> None:
+    hand = Hand(prefill_tokens_max=8, prefill_rows_max=3, batches_in_flight_max=1)
+    hand.join()
+    for name, length in (("oldest", 60), ("begun", 20)):
+        hand.submit(name, length=length)
+        hand.work()
+    for name in ("new", "newer"):
+        hand.submit(name, length=2)
+    hand.work()
+    (batch,) = hand.in_flight()
+    assert rows_of(batch) == ["new", "newer", "oldest"], "2 tokens are left, and no place"
+
+
 def test_several_steps_per_batch_only_where_no_other_row_waits() -> None:
     hand = Hand(rows_max=2, steps_per_batch_max=4)
     hand.join()
