@@ -87,7 +87,6 @@ class Watcher:
         """The fewest rows that batches of a replica were limited to."""
         self.next_index: dict[str, int] = {}
         self.passes_most = 0
-        self.moved = 0
 
     def __call__(self, now_s: float, event: Event, actions: list[Action]) -> None:
         assert self.world is not None
@@ -101,9 +100,6 @@ class Watcher:
                 assert action.start == self.next_index[action.request_id], "tokens misnumbered"
                 self.next_index[action.request_id] += len(action.tokens)
         pool = scheduler.pool
-        if pool.moved > self.moved:
-            self.moved = pool.moved
-            assert all(row.preempted for row in pool.waiting.values()), "moved, but not taken"
         for replica in pool.replicas.values():
             limit = replica.rows_max(scheduler.config.rows_max)
             limit = self.rows_max[replica.id] = min(self.rows_max.get(replica.id, limit), limit)
