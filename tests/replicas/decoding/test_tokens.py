@@ -46,8 +46,14 @@ def test_the_ends_are_those_of_the_generation_config_or_of_the_config_or_of_the_
     assert end_of_turn_ids(encoder, found) == tuple(dict.fromkeys((*ends, 0)))
 
 
-def test_a_tokenizer_without_an_end_adds_none() -> None:
+def test_a_tokenizer_without_an_end_adds_none(tmp_path: Path) -> None:
     assert end_of_turn_ids(object(), (3, 3, 4)) == (3, 4)
+    config = target(tmp_path, None, None)
+    settings = tmp_path / "tokenizer_config.json"
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), "eos_token": None}))
+    encoder, found = read_tokens(config)
+    assert encoder.eos_token_id is None
+    assert found == ()
 
 
 def test_no_end_is_one_that_the_target_can_never_choose() -> None:

@@ -98,11 +98,10 @@ def test_what_cannot_be_told_of_a_prompt_ends_its_row_alone() -> None:
         hand.submit(name)
     batches = hand.in_flight()
     assert {batch.kind for batch in batches} == {BatchKind.PREFILL}
-    while "q0" not in hand.finishes:
-        (batch, *_) = hand.in_flight()
-        failures = {"q0": RowFailure("its answer cannot be sent")}
-        rows = tuple(RowResult(name, failure=failures.get(name)) for name in rows_of(batch))
-        hand.tell(StepDone(StepResult(batch.id, batch.replica_id, rows)))
+    (batch,) = (batch for batch in batches if "q0" in rows_of(batch))
+    failures = {"q0": RowFailure("its answer cannot be sent")}
+    rows = tuple(RowResult(name, failure=failures.get(name)) for name in rows_of(batch))
+    hand.tell(StepDone(StepResult(batch.id, batch.replica_id, rows)))
     assert hand.finishes["q0"].reason is FinishReason.FAILED
     assert hand.finishes["q0"].field == ""
     while hand.in_flight():
