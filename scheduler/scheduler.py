@@ -299,8 +299,8 @@ class Scheduler:
         self._dispatcher.offer_to_all()
 
     def _hand_back(self, replica: ReplicaRecord) -> None:
-        """A draining replica's rows wait again, but for those that batches hold. A sequence that
-        had reserved it may fit elsewhere."""
+        """A draining replica's rows wait again, but for those that batches hold. They and a sequence
+        that had reserved it are offered to the others."""
         rows = [*replica.partial.values(), *replica.ready, *replica.quarantined.values()]
         self._send_back(replica, rows)
 
@@ -311,7 +311,8 @@ class Scheduler:
             return
         chunk = self._dispatcher.chunk(target)
         rows = rows_to_move(replica, target, self.config, chunk)
-        self.pool.moved += len(rows)
-        self._send_back(replica, rows)
-        # The lighter one takes them before this one could take them back.
-        self._dispatcher.touch_first(target.id)
+        if rows:
+            self.pool.moved += len(rows)
+            self._send_back(replica, rows)
+            # The lighter one takes them before this one could take them back.
+            self._dispatcher.touch_first(target.id)

@@ -95,8 +95,10 @@ def best_replica(sequence: Sequence, pool: Pool) -> ReplicaRecord | None:
 
 
 def next_placement(replica: ReplicaRecord, pool: Pool, tokens: int) -> Placement:
-    """What this replica takes for a prefill batch of so many tokens, rows in quarantine first. It
-    takes more, or has rows that were begun."""
+    """What this replica takes for a prefill batch of so many tokens, rows in quarantine first.
+
+    Needs a replica that takes more sequences or has rows that were begun.
+    """
     placement = _next_quarantined(replica, pool)
     if placement.chunks or placement.reserve is not None:
         return placement

@@ -75,7 +75,7 @@ class Latencies:
         self._rise_s = 0.0
         """Seconds per token beyond the fewest and the most tokens that were seen."""
         self._unfitted = FIT_EVERY
-        """Times seen since they were interpolated; at first it is due."""
+        """Times seen since the last interpolation; the first one is due at once."""
         self.kv_s = 0.0
 
     def __len__(self) -> int:

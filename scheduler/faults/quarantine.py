@@ -68,7 +68,7 @@ def replica_died(rows: list[Sequence], flights: Iterable[InFlight]) -> None:
 def _quarantine(
     sequence: Sequence, record: FailureRecord, limit: int, broke_at: int, probation: int = 0
 ) -> None:
-    """`limit` is no more than before: in quarantine it ran with no more rows than it may."""
+    """`limit` is never above the last one: no batch of rows in quarantine is larger than that."""
     broke_at = max(record.broke_at, broke_at)
     sequence.record = replace(
         record,

@@ -66,7 +66,7 @@ class BatchFigures:
         return self.spread_sum / self.step_batches if self.step_batches else 0.0
 
     def note(self, batch: Batch, result: StepResult) -> None:
-        """A batch was answered. Which of its tokens count is not in the result."""
+        """A batch was answered. The scheduler adds the committed tokens: it knows which count."""
         self.batches += 1
         self.busy_s += result.times.total_s
         if batch.kind is BatchKind.PREFILL:
