@@ -299,8 +299,8 @@ class Scheduler:
         self._dispatcher.offer_to_all()
 
     def _hand_back(self, replica: ReplicaRecord) -> None:
-        """A draining replica's rows wait again, but for those that batches hold. They are offered to
-        the others, and so is a sequence that had reserved it."""
+        """A draining replica's rows wait again, but for those that batches hold. The others are
+        offered them, and a sequence that had reserved it."""
         rows = [*replica.partial.values(), *replica.ready, *replica.quarantined.values()]
         self._send_back(replica, rows)
 
